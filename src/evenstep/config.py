@@ -1,0 +1,1 @@
+"""Everything a loader can be told, checked once."""

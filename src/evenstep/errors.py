@@ -1,0 +1,47 @@
+"""The errors a user can meet, so that each can be caught by name."""
+
+from __future__ import annotations
+
+__all__ = ["ConfigMismatch", "Infeasible", "RemoteRankError", "StateMismatch", "WireFormatError"]
+
+
+class RemoteRankError(RuntimeError):
+    """A rank failed (or left); every rank that depends on it raises this instead of waiting for it.
+
+    Attributes:
+        rank: Global rank of the process that failed or left; -1 if it cannot be told.
+        error_type: Name of the original exception's type, for example ``"OSError"``; empty if the rank left.
+        error_message: Text of the original exception.
+        sample: Dataset index of the sample that failed, or None.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int = -1,
+        error_type: str = "",
+        error_message: str = "",
+        sample: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.error_type = error_type
+        self.error_message = error_message
+        self.sample = sample
+
+
+class StateMismatch(ValueError):  # noqa: N818 - the name is public API
+    """A saved state does not belong to this dataset, order, seed or layout."""
+
+
+class ConfigMismatch(ValueError):  # noqa: N818 - the name is public API
+    """Ranks were built with different configurations."""
+
+
+class WireFormatError(ValueError):
+    """Bytes received from another rank are not what the plan says they must be."""
+
+
+class Infeasible(ValueError):  # noqa: N818 - the name is public API
+    """No packing obeys the hard constraints; the message names the sample and the constraint."""
