@@ -1,0 +1,78 @@
+"""What evenstep asks of a group of ranks: three collectives on bytes, each of which ends or raises."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+__all__ = ["Abandoned", "Communicator", "SoloCommunicator"]
+
+
+class Abandoned(RuntimeError):  # noqa: N818 - not a fault: this rank itself gave up waiting
+    """This rank stopped waiting inside a collective because it is shutting down."""
+
+
+class Communicator(Protocol):
+    """A group of ranks that call the same collectives in the same order, from one thread at a time.
+
+    All buffers are 1-d contiguous uint8 CPU tensors. A collective that cannot finish (a dead peer, the
+    timeout, a local shutdown) raises, and every later call raises the same error: nobody waits for ever.
+
+    Attributes:
+        ranks: Global rank at each position of the group.
+        position: This rank's position.
+    """
+
+    ranks: tuple[int, ...]
+    position: int
+
+    def all_gather(self, row: torch.Tensor) -> torch.Tensor:
+        """Gather ``row`` (uint8 ``[n]``, the same ``n`` everywhere) as uint8 ``[size, n]`` by position."""
+
+    def broadcast(self, buffer: torch.Tensor, source: int) -> None:
+        """Fill ``buffer`` (uint8 ``[n]``, the same ``n`` everywhere) with position ``source``'s."""
+
+    def all_to_all(
+        self,
+        send: torch.Tensor,
+        send_splits: list[int],
+        receive: torch.Tensor,
+        receive_splits: list[int],
+    ) -> None:
+        """Send ``send_splits[p]`` bytes to each position and receive ``receive_splits[p]`` from it.
+
+        Both sides derive the splits from the same plan: nothing is negotiated here.
+        """
+
+    def abandon(self) -> None:
+        """Stop waiting, now and in every later call: from another thread, at shutdown."""
+
+
+class SoloCommunicator:
+    """A group of one: collectives are copies."""
+
+    def __init__(self, rank: int = 0) -> None:
+        self.ranks = (rank,)
+        self.position = 0
+
+    def all_gather(self, row: torch.Tensor) -> torch.Tensor:
+        """The row itself."""
+        return row.clone().unsqueeze(0)
+
+    def broadcast(self, buffer: torch.Tensor, source: int) -> None:
+        """Nothing to do."""
+
+    def all_to_all(
+        self,
+        send: torch.Tensor,
+        send_splits: list[int],
+        receive: torch.Tensor,
+        receive_splits: list[int],
+    ) -> None:
+        """Copy what this rank sends itself."""
+        assert send_splits == receive_splits
+        receive.copy_(send)
+
+    def abandon(self) -> None:
+        """Nothing waits."""

@@ -1,0 +1,63 @@
+"""The contract that all our nodes share: transparent state, sticky ends, sticky errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Generic, TypeVar
+
+from torchdata.nodes import BaseNode
+
+__all__ = ["Stage", "upstream"]
+
+In = TypeVar("In")
+Out = TypeVar("Out", covariant=True)
+
+
+class Stage(BaseNode[Out], Generic[In, Out]):
+    """A node over one ``source``: pulls one item, does one thing, hands out the next kind of item.
+
+    Its state is its source's state at the last item it handed out, so that `state_dict` of any stage, at any
+    depth, is the bare cursor. Subclasses implement `produce` and, if they hold anything, extend `clear`;
+    a stage that runs ahead or hands out several items for one overrides `get_state`.
+    """
+
+    def __init__(self, source: BaseNode[In]) -> None:
+        super().__init__()
+        self.source = source
+        self._stopped: BaseException | None = None
+
+    def reset(self, initial_state: dict[str, Any] | None = None) -> None:
+        """Go to ``initial_state``, or to the epoch after the last item handed out."""
+        super().reset(initial_state)
+        self.clear()
+        self._stopped = None
+        self.source.reset(initial_state)
+
+    def next(self) -> Out:
+        """The next item; an end or an error, once met, is met again until `reset`."""
+        if self._stopped is not None:
+            raise self._stopped
+        try:
+            return self.produce()
+        except BaseException as error:
+            self._stopped = error
+            raise
+
+    def get_state(self) -> dict[str, Any]:
+        """The source's state: this stage adds nothing of its own."""
+        state: dict[str, Any] = self.source.state_dict()
+        return state
+
+    def produce(self) -> Out:
+        """Pull from ``source`` and return the next item, or raise StopIteration."""
+        raise NotImplementedError(type(self))
+
+    def clear(self) -> None:
+        """Drop what belongs to the stream that a reset leaves."""
+
+
+def upstream(node: object) -> Iterator[object]:
+    """``node`` and everything it pulls from, nearest first; stock nodes with a ``source`` included."""
+    while node is not None:
+        yield node
+        node = getattr(node, "source", None)
