@@ -1,0 +1,46 @@
+"""What a sample costs to train on, predicted from its metadata.
+
+A cost model turns a `MetadataTable` of ``n`` samples into float64 ``[n]``, or ``[n, stages]`` where a
+model has stages that end with a collective each (vision encoder, language model). Units are free, FLOPs
+or seconds, but all stages of one model share them: the planner adds them up.
+
+    model.py        the protocol; lines, features, stages and padding
+    transformer.py  FLOPs of a transformer from its dimensions
+    terms.py        sums over the documents of a sample, checks of numbers
+    calibrate.py    coefficients from measured seconds
+    fit_report.py   what such a fit is worth
+    nnls.py         the solver behind it
+"""
+
+from __future__ import annotations
+
+from evenstep.cost.calibrate import FittedCost, fit_cost
+from evenstep.cost.fit_report import FitReport
+from evenstep.cost.model import (
+    DEFAULT_COST,
+    CostModel,
+    FeatureCost,
+    LinearQuadraticCost,
+    MarginalCost,
+    StageCost,
+    checked_costs,
+    describe_cost,
+    padding_cost,
+)
+from evenstep.cost.transformer import TransformerCost
+
+__all__ = [
+    "DEFAULT_COST",
+    "CostModel",
+    "FeatureCost",
+    "FitReport",
+    "FittedCost",
+    "LinearQuadraticCost",
+    "MarginalCost",
+    "StageCost",
+    "TransformerCost",
+    "checked_costs",
+    "describe_cost",
+    "fit_cost",
+    "padding_cost",
+]
