@@ -1,0 +1,35 @@
+"""Where each sample of a window goes: pure functions on NumPy arrays, no I/O, no clock, no random state."""
+
+from evenstep.errors import Infeasible
+from evenstep.plan.constraints import PackingConstraints
+from evenstep.plan.metrics import (
+    efficiency,
+    fill,
+    imbalance,
+    moved,
+    rank_of,
+    sum_of_makespans,
+    sum_of_means,
+)
+from evenstep.plan.objective import Objective
+from evenstep.plan.plan import Decision, Plan
+from evenstep.plan.planner import Algorithm, lower_bound, plan_window, reference_layout
+
+__all__ = [
+    "Algorithm",
+    "Decision",
+    "Infeasible",
+    "Objective",
+    "PackingConstraints",
+    "Plan",
+    "efficiency",
+    "fill",
+    "imbalance",
+    "lower_bound",
+    "moved",
+    "plan_window",
+    "rank_of",
+    "reference_layout",
+    "sum_of_makespans",
+    "sum_of_means",
+]

@@ -1,0 +1,65 @@
+"""What a packed row must never exceed, checked once where it is written down."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+__all__ = ["PackingConstraints"]
+
+Oversized = Literal["error", "single", "truncate"]
+_OVERSIZED = ("error", "single", "truncate")
+
+
+@dataclass(frozen=True, slots=True)
+class PackingConstraints:
+    """Hard limits of one packed row.
+
+    Attributes:
+        seq_len: Tokens that fit into a row; positive.
+        oversized: What to do with a sample above a limit. ``"error"`` raises `Infeasible`, ``"single"`` gives it a
+            row of its own, ``"truncate"`` counts it as ``seq_len`` tokens (a budget cannot be truncated).
+        budgets: Largest sum of a named feature in one row, for example ``{"patches": 16384}``.
+        max_segments: Largest number of samples in one row; None means no limit.
+
+    Raises:
+        TypeError: A field has the wrong type.
+        ValueError: A field is out of range.
+    """
+
+    seq_len: int
+    oversized: Oversized = "error"
+    budgets: Mapping[str, float] | None = None
+    max_segments: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_count("seq_len", self.seq_len, "the tokens that fit into a row")
+        if self.oversized not in _OVERSIZED:
+            raise ValueError(
+                f"oversized={self.oversized!r} is not a policy for samples above a limit; "
+                f"use one of {', '.join(map(repr, _OVERSIZED))}"
+            )
+        if self.max_segments is not None:
+            _check_count("max_segments", self.max_segments, "the samples that fit into a row, or None")
+        budgets = {} if self.budgets is None else dict(self.budgets)
+        for name, limit in budgets.items():
+            if isinstance(limit, bool) or not isinstance(limit, (int, float)):
+                raise TypeError(f"budgets[{name!r}] is {limit!r} ({type(limit).__name__}), expected a number")
+            if not math.isfinite(limit) or limit < 0:
+                raise ValueError(
+                    f"budgets[{name!r}] is {limit!r}, so no row could hold a sample; use a finite limit >= 0"
+                )
+        object.__setattr__(self, "budgets", MappingProxyType(budgets))
+
+    def __reduce__(self) -> tuple[type[PackingConstraints], tuple[object, ...]]:
+        return type(self), (self.seq_len, self.oversized, dict(self.budgets or {}), self.max_segments)
+
+
+def _check_count(name: str, value: object, meaning: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} is {value!r} ({type(value).__name__}), expected an integer: {meaning}")
+    if value <= 0:
+        raise ValueError(f"{name} is {value}, expected a positive integer: {meaning}")

@@ -1,0 +1,212 @@
+"""The arguments of one planning call, checked before anything is computed from them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from evenstep.plan.constraints import PackingConstraints
+from evenstep.plan.objective import Objective
+from evenstep.plan.problem import Int, Problem, integer_costs, row_weights
+
+__all__ = ["Window", "check_positive"]
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Checked inputs of `plan_window`; arrays are ``[n]`` over the samples of the window.
+
+    Attributes:
+        tokens: int64.
+        costs: float64 ``[n]`` or ``[n, stages]``.
+        integers: `costs` as int64 ``[stages, n]``.
+        weights: int64 ``[limits, n]``, see `row_weights`.
+        limits: int64 ``[limits]``.
+        names: Name of each limit.
+        dp_size: Data-parallel ranks.
+        rows: Rows of one rank's micro-batch.
+        reference: Flat row before balancing, int64, or None.
+        holders: Dp rank that holds each sample, int64, or None if nobody does.
+        payload_bytes: int64, or None if unknown.
+        objective: What plans are judged by.
+        constraints: Hard limits of a row.
+    """
+
+    tokens: Int
+    costs: npt.NDArray[np.float64]
+    integers: Int
+    weights: Int
+    limits: Int
+    names: tuple[str, ...]
+    dp_size: int
+    rows: int
+    reference: Int | None
+    holders: Int | None
+    payload_bytes: Int | None
+    objective: Objective
+    constraints: PackingConstraints
+
+    @classmethod
+    def check(
+        cls,
+        tokens: npt.ArrayLike,
+        costs: npt.ArrayLike,
+        *,
+        dp_size: int,
+        rows: int,
+        reference: npt.ArrayLike | None,
+        constraints: PackingConstraints,
+        objective: Objective,
+        features: Mapping[str, npt.ArrayLike] | None,
+        holders: npt.ArrayLike | None,
+        payload_bytes: npt.ArrayLike | None,
+    ) -> Window:
+        """Arrays of the right type, shape and range, or an error that names the argument and the sample."""
+        check_positive("dp_size", dp_size)
+        check_positive("rows", rows)
+        token_column = _integers("tokens", tokens, None)
+        size = len(token_column)
+        cost_table = _numbers("costs", costs, size, stages=True)
+        columns = feature_columns(features, constraints, size)
+        weights, limits, names = row_weights(token_column, columns, constraints)
+        layout = None if reference is None else _integers("reference", reference, size)
+        holding = None if holders is None else _integers("holders", holders, size)
+        if holding is not None and size and int(holding.max()) >= dp_size:
+            sample = int(holding.argmax())
+            raise ValueError(
+                f"holders[{sample}] is {int(holding[sample])}, but there are only {dp_size} data-parallel ranks; "
+                f"pass dp ranks in [0, {dp_size})"
+            )
+        if holding is None and layout is not None:
+            holding = layout // rows % dp_size
+        return cls(
+            tokens=token_column,
+            costs=cost_table,
+            integers=integer_costs(cost_table),
+            weights=weights,
+            limits=limits,
+            names=names,
+            dp_size=dp_size,
+            rows=rows,
+            reference=layout,
+            holders=holding,
+            payload_bytes=None if payload_bytes is None else _integers("payload_bytes", payload_bytes, size),
+            objective=objective,
+            constraints=constraints,
+        )
+
+    @property
+    def size(self) -> int:
+        """Number of samples."""
+        return len(self.tokens)
+
+    def problem(self, micro_batches: int) -> Problem:
+        """The window over ``micro_batches``, with the reference layout where it has that many."""
+        per_step = self.objective.sync == "step"
+        reference = None
+        if self.reference is not None:
+            if self.size and int(self.reference.max()) >= micro_batches * self.dp_size * self.rows:
+                sample = int(self.reference.argmax())
+                raise ValueError(
+                    f"reference[{sample}] is row {int(self.reference[sample])}, but the window has only "
+                    f"micro_batches * dp_size * rows = {micro_batches} * {self.dp_size} * {self.rows} rows; "
+                    "pass flat rows (micro_batch * dp_size + dp_rank) * rows + row"
+                )
+            reference = self.to_internal(self.reference, micro_batches)
+        return Problem(
+            costs=self.integers,
+            work=self.integers.sum(axis=0),
+            weights=self.weights,
+            limits=self.limits,
+            groups=1 if per_step else micro_batches,
+            ranks=self.dp_size,
+            rows=micro_batches * self.rows if per_step else self.rows,
+            reference=reference,
+        )
+
+    def to_internal(self, flat: Int, micro_batches: int) -> Int:
+        """Flat rows as rows of a `Problem`, where a rank's micro-batches are one slot if ranks wait once a step."""
+        if self.objective.sync != "step":
+            return flat
+        slot = flat // self.rows
+        rank, group = slot % self.dp_size, slot // self.dp_size
+        return (rank * micro_batches + group) * self.rows + flat % self.rows
+
+    def to_flat(self, row: Int, micro_batches: int) -> Int:
+        """The inverse of `to_internal`."""
+        if self.objective.sync != "step":
+            return row
+        slot = row // self.rows
+        rank, group = slot // micro_batches, slot % micro_batches
+        return (group * self.dp_size + rank) * self.rows + row % self.rows
+
+    def loads(self, flat: Int, micro_batches: int) -> npt.NDArray[np.float64]:
+        """Costs summed per micro-batch and rank, in the order of the samples (equal on every machine)."""
+        slots, slot = micro_batches * self.dp_size, flat // self.rows
+        if self.costs.ndim == 1:
+            return np.bincount(slot, self.costs, minlength=slots).reshape(micro_batches, self.dp_size)
+        stages = [np.bincount(slot, stage, minlength=slots) for stage in self.costs.T]
+        return np.stack(stages, axis=-1).reshape(micro_batches, self.dp_size, -1)
+
+
+def check_positive(name: str, value: object) -> None:
+    """Refuse anything but a positive int."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"{name} is {value!r} ({type(value).__name__}), expected a positive integer")
+    if value <= 0:
+        raise ValueError(f"{name} is {value}, expected a positive integer")
+
+
+def feature_columns(
+    features: Mapping[str, npt.ArrayLike] | None, constraints: PackingConstraints, size: int
+) -> dict[str, npt.NDArray[np.float64]]:
+    """The feature column of every budget, float64 ``[n]``."""
+    given = {} if features is None else features
+    for name in constraints.budgets or {}:
+        if name not in given:
+            raise ValueError(
+                f"budgets has {name!r}, but the samples have no such feature (they have {sorted(given)}): the budget "
+                "could not be kept. Return it from metadata_fn, or drop the budget"
+            )
+    return {
+        name: _numbers(f"features[{name!r}]", given[name], size, stages=False)
+        for name in constraints.budgets or {}
+    }
+
+
+def _integers(name: str, values: npt.ArrayLike, size: int | None) -> Int:
+    array: npt.NDArray[Any] = np.asarray(values)
+    if array.size == 0:
+        array = array.astype(np.int64)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise TypeError(f"{name} is {array.dtype} of shape {array.shape}, expected integers of shape [n]")
+    _check_size(name, array, size)
+    if array.size and int(array.min()) < 0:
+        sample = int(array.argmin())
+        raise ValueError(f"{name}[{sample}] is {int(array[sample])}, expected an integer >= 0")
+    return np.ascontiguousarray(array, dtype=np.int64)
+
+
+def _numbers(name: str, values: npt.ArrayLike, size: int, *, stages: bool) -> npt.NDArray[np.float64]:
+    array: npt.NDArray[Any] = np.asarray(values)
+    shapes = "[n] or [n, stages]" if stages else "[n]"
+    if array.ndim not in ((1, 2) if stages else (1,)) or array.dtype.kind not in "iuf":
+        raise TypeError(f"{name} is {array.dtype} of shape {array.shape}, expected numbers of shape {shapes}")
+    _check_size(name, array, size)
+    if array.ndim == 2 and array.shape[1] == 0:
+        raise ValueError(f"{name} has no stages (shape {array.shape}), expected at least one")
+    bad = ~(np.isfinite(array) & (array >= 0))
+    if bad.any():
+        where = tuple(np.argwhere(bad)[0].tolist())
+        place = ", ".join(map(str, where))
+        raise ValueError(f"{name}[{place}] is {array[where].item()!r}, expected a finite number >= 0")
+    return np.ascontiguousarray(array, dtype=np.float64)
+
+
+def _check_size(name: str, array: npt.NDArray[Any], size: int | None) -> None:
+    if size is not None and len(array) != size:
+        raise ValueError(f"{name} has {len(array)} entries for {size} samples; they must be as many")
