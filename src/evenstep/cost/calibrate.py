@@ -109,7 +109,7 @@ def fit_cost(
     for name in features:
         if name in columns or name in ("padding", "overhead"):
             raise ValueError(f"feature {name!r} has the name of a built-in term or is given twice; rename it")
-        columns[name] = _sums([table.features[name] if name in table.features else _NONE for table in tables])
+        columns[name] = _sums([table.features.get(name, _NONE) for table in tables])
     if padding is not None:
         columns["padding"] = np.asarray(padding, dtype=np.float64)
         if columns["padding"].shape != actual.shape:

@@ -1,25 +1,24 @@
-"""What a cost model is, and the small ones that others are composed of."""
+"""What a cost model is, how several make stages, and what is checked of one."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
-from evenstep.cost.terms import checked_count, checked_weight, per_sample
+from evenstep.cost.terms import checked_weight, per_sample
 from evenstep.samples import MetadataTable
 
 __all__ = [
     "DEFAULT_COST",
     "CostModel",
-    "FeatureCost",
     "LinearQuadraticCost",
-    "MarginalCost",
     "StageCost",
+    "check_model",
     "checked_costs",
     "describe_cost",
     "padding_cost",
@@ -85,78 +84,6 @@ DEFAULT_COST = LinearQuadraticCost()
 
 
 @dataclass(frozen=True, slots=True)
-class FeatureCost:
-    """A cost model of a feature instead of the tokens: patches of a vision encoder, seconds of audio.
-
-    Attributes:
-        feature: Name of the column. A sample without it costs nothing, as does a table without the column
-            (a window of text only).
-        model: Applied to the feature as if it were tokens (rounded to whole ones); by default the cost is
-            the feature itself.
-        group: Size of the documents that the feature falls into, such as patches per image or per attention
-            window; None means one document a sample.
-
-    Raises:
-        TypeError: A field has the wrong type.
-        ValueError: ``feature`` is empty or ``group`` is not positive.
-    """
-
-    feature: str
-    model: CostModel = LinearQuadraticCost(1.0, 0.0)
-    group: int | None = None
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.feature, str):
-            raise TypeError(f"feature is {self.feature!r}, expected the name of a feature column")
-        if not self.feature:
-            raise ValueError("feature is '': no column has that name; give the name that metadata_fn uses")
-        _check_model("model", self.model)
-        if self.group is not None:
-            object.__setattr__(self, "group", checked_count("group", self.group, least=1))
-
-    @property
-    def stages(self) -> tuple[str, ...]:
-        """One stage, named like the feature."""
-        return (self.feature,)
-
-    @property
-    def padding(self) -> float:
-        """Rows are padded with text tokens, which have no feature."""
-        return 0.0
-
-    def cost(self, table: MetadataTable) -> npt.NDArray[np.float64]:
-        """float64 ``[n]``, in the unit of ``model``.
-
-        Raises:
-            ValueError: A value of the feature is negative, infinite or NaN.
-        """
-        column = table.features.get(self.feature)
-        if column is None:
-            return np.zeros(len(table))
-        bad = ~(np.isfinite(column) & (column >= 0))
-        if bad.any():
-            first = int(np.argmax(bad))
-            raise ValueError(
-                f"feature {self.feature!r} of sample {first} of the table is {float(column[first])!r}: it has no "
-                "cost; metadata_fn must return finite numbers that are not negative"
-            )
-        amounts = np.rint(column).astype(np.int64)
-        return self.model.cost(_as_tokens(amounts, self.group))
-
-
-def _as_tokens(amounts: npt.NDArray[np.int64], group: int | None) -> MetadataTable:
-    table = MetadataTable.from_tokens(amounts)
-    if group is None:
-        return table
-    counts = -(-amounts // group)
-    offsets = np.concatenate(([0], np.cumsum(counts)))
-    documents = np.full(offsets[-1], group, dtype=np.int64)
-    some = counts > 0
-    documents[offsets[1:][some] - 1] = (amounts - (counts - 1) * group)[some]
-    return MetadataTable(table.tokens, {}, table.loss_tokens, documents, offsets)
-
-
-@dataclass(frozen=True, slots=True)
 class StageCost:
     """One cost model per stage, in the order of the mapping.
 
@@ -185,7 +112,7 @@ class StageCost:
         for name, model in self.models.items():
             if not isinstance(name, str) or not name:
                 raise TypeError(f"stage name {name!r} is not a non-empty string")
-            _check_model(f"the model of stage {name!r}", model)
+            check_model(f"the model of stage {name!r}", model)
             if len(model.stages) != 1:
                 raise ValueError(
                     f"the model of stage {name!r} has the stages {model.stages}: stages cannot be nested; "
@@ -209,47 +136,6 @@ class StageCost:
         return columns[0] if len(columns) == 1 else np.column_stack(columns)
 
 
-@dataclass(frozen=True, slots=True)
-class MarginalCost:
-    """What a sample adds to a padded row: its own cost less that of the padding it replaces.
-
-    A row that is padded to its capacity pays ``padding`` for every token that no sample takes, so the cost of
-    a row is ``padding * seq_len`` plus the marginal costs of its samples. The first term is the same for
-    every row, so balancing the second finds the same plans as balancing whole rows.
-
-    Attributes:
-        model: A model with a `padding_cost`.
-
-    Raises:
-        TypeError: ``model`` is no cost model.
-        ValueError: Padding costs nothing under ``model``, so that nothing would be replaced.
-    """
-
-    model: CostModel
-    _padding: npt.NDArray[np.float64] = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        _check_model("model", self.model)
-        padding = padding_cost(self.model)
-        if not padding.any():
-            raise ValueError(
-                f"padding costs nothing under {self.model!r}, so the marginal cost of a sample is its cost; "
-                "use the model itself, or tell it what a padding token costs"
-            )
-        object.__setattr__(self, "_padding", padding)
-
-    @property
-    def stages(self) -> tuple[str, ...]:
-        """Those of ``model``."""
-        return self.model.stages
-
-    def cost(self, table: MetadataTable) -> npt.NDArray[np.float64]:
-        """float64 shaped like the costs of ``model``; 0 where padding costs more than the sample."""
-        costs = self.model.cost(table)
-        padding = self._padding[0] if costs.ndim == 1 else self._padding
-        return np.maximum(costs - np.multiply.outer(table.tokens, padding), 0.0)
-
-
 def padding_cost(model: CostModel) -> npt.NDArray[np.float64]:
     """What one padding token costs in each stage of ``model``: float64 ``[stages]``.
 
@@ -257,7 +143,7 @@ def padding_cost(model: CostModel) -> npt.NDArray[np.float64]:
     cut away before the model runs, as in variable-length batches, costs nothing.
     """
     padding = np.asarray(getattr(model, "padding", 0.0), dtype=np.float64)
-    return np.broadcast_to(padding, (len(model.stages),)).copy()
+    return np.zeros(len(model.stages)) + padding
 
 
 def checked_costs(model: CostModel, table: MetadataTable) -> npt.NDArray[np.float64]:
@@ -291,7 +177,12 @@ def describe_cost(model: CostModel) -> str:
     return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(model))
 
 
-def _check_model(name: str, model: object) -> None:
+def check_model(name: str, model: object) -> None:
+    """Refuse anything but an instance of a `CostModel`.
+
+    Raises:
+        TypeError: ``model`` lacks ``cost`` or ``stages``, or is the class instead of an object of it.
+    """
     if not isinstance(model, CostModel) or isinstance(model, type):
         raise TypeError(
             f"{name} is {model!r}, expected a cost model: an object with cost(table) and stages, "

@@ -54,7 +54,8 @@ class TransformerCost:
         shared_experts: Experts of width ``expert_ffn`` that every token visits.
         dense_layers: Layers of a mixture-of-experts model whose feed-forward is dense.
         attention: ``"flash"`` (scores are computed again in the backward pass) or ``"eager"``.
-        checkpointing: Whether every layer runs its forward pass a second time (activation checkpointing).
+        checkpointing: Whether every layer runs its whole forward pass a second time (activation checkpointing
+            without torch's early stop, which spares the last product of a layer).
         backward: False counts the forward pass only (evaluation).
         padded: Whether the model computes padding tokens too; sets `padding`.
 
