@@ -17,8 +17,8 @@ or seconds, but all stages of one model share them: the planner adds them up.
 from __future__ import annotations
 
 from evenstep.cost.calibrate import FittedCost, fit_cost
-from evenstep.cost.fit_report import FitReport
 from evenstep.cost.feature import FeatureCost
+from evenstep.cost.fit_report import FitReport
 from evenstep.cost.marginal import MarginalCost
 from evenstep.cost.model import (
     DEFAULT_COST,

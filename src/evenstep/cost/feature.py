@@ -13,6 +13,8 @@ from evenstep.samples import MetadataTable
 
 __all__ = ["FeatureCost"]
 
+_IDENTITY = LinearQuadraticCost(1.0, 0.0)
+
 
 @dataclass(frozen=True, slots=True)
 class FeatureCost:
@@ -32,7 +34,7 @@ class FeatureCost:
     """
 
     feature: str
-    model: CostModel = LinearQuadraticCost(1.0, 0.0)
+    model: CostModel = _IDENTITY
     group: int | None = None
 
     def __post_init__(self) -> None:
