@@ -1,0 +1,213 @@
+"""Steps of a fixed number of well-filled rows, where the lengths of all samples are known ahead."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from evenstep.cursor import Cursor
+from evenstep.errors import Infeasible
+from evenstep.sampling.first_fit import fill_empty_rows, longest_run, most_that_could_fit
+from evenstep.sampling.hashing import stream_digest
+from evenstep.sampling.order import (
+    Order,
+    check_choice,
+    check_count,
+    check_seed,
+    checked_indices,
+    order_digest,
+    resolve_order,
+)
+from evenstep.sampling.steps import Step, advance
+
+__all__ = ["TokenBudgetSampler"]
+
+_REMEMBERED = 16  # steps: look-ahead and its consumer ask for the same ones
+
+
+class TokenBudgetSampler:
+    """The longest run of consecutive samples that first-fit-decreasing packs into the rows of a step.
+
+    That packing is the reference layout. How "longest" is found, step by step, is said at
+    `evenstep.sampling.first_fit.longest_run`; the samples of a step depend on nothing but seed, order,
+    position, lengths, ``rows_per_step``, ``seq_len``, ``fill`` and ``max_segments``. No row stays empty
+    while the step has as many samples as rows. Samples of length 0 belong to a step and take no room.
+
+    Args:
+        lengths: Tokens of each sample, integers ``[n]``, each >= 0; kept, not copied, if it is an array.
+        rows_per_step: Rows of one optimizer step over all ranks.
+        seq_len: Tokens of a row.
+        order: ``"shuffled"``, ``"sequential"`` or an `Order`.
+        seed: Seed of the shuffled order, in [0, 2**64).
+        remainder: ``"drop"`` leaves out an epoch's last step unless it needs every row (or reaches
+            ``fill``); ``"pad"`` keeps it and gives each of its empty rows one index -1.
+        fill: End a step as soon as its tokens are this fraction of ``rows_per_step * seq_len``; in (0, 1].
+            None: as full as it gets.
+        oversized: A sample longer than ``seq_len`` is an error, sits ``"single"`` in its own row, or is cut
+            by the packer (``"truncate"``) and takes a whole row.
+        max_segments: Samples of a row at most.
+
+    Raises:
+        Infeasible: A sample is longer than ``seq_len`` and ``oversized`` is ``"error"``.
+        ValueError: A value is out of range, or ``"drop"`` would leave no step at all.
+    """
+
+    def __init__(
+        self,
+        lengths: npt.ArrayLike,
+        *,
+        rows_per_step: int,
+        seq_len: int,
+        order: str | Order = "shuffled",
+        seed: int = 0,
+        remainder: Literal["drop", "pad"] = "drop",
+        fill: float | None = None,
+        oversized: Literal["error", "single", "truncate"] = "error",
+        max_segments: int | None = None,
+    ) -> None:
+        check_count("rows_per_step", rows_per_step, "rows per optimizer step")
+        check_count("seq_len", seq_len, "tokens per row")
+        if max_segments is not None:
+            check_count("max_segments", max_segments, "samples per row")
+        check_seed(seed)
+        check_choice("remainder", remainder, ("drop", "pad"))
+        check_choice("oversized", oversized, ("error", "single", "truncate"))
+        if fill is not None and not 0 < fill <= 1:
+            raise ValueError(f"fill is {fill!r}: expected a fraction of the step's tokens in (0, 1], or None")
+        self.lengths = _checked_lengths(lengths, seq_len, oversized)
+        self.num_samples = len(self.lengths)
+        with_tokens = int(np.count_nonzero(self.lengths))
+        if (remainder == "drop" and with_tokens < rows_per_step) or not with_tokens:
+            raise ValueError(
+                f"{with_tokens} samples with tokens cannot fill {rows_per_step} rows: remainder={remainder!r} "
+                "would leave no step at all; make the step smaller, or use 'pad'"
+            )
+        self.global_batch_size = int(rows_per_step)
+        self.seq_len = int(seq_len)
+        self.seed = int(seed)
+        self.remainder = remainder
+        self.fill = fill
+        self.oversized = oversized
+        self.max_segments = max_segments
+        self.order, self._order = resolve_order(order, self.num_samples, self.seed)
+        self._start = Cursor(
+            global_batch_size=self.global_batch_size,
+            dataset_size=self.num_samples,
+            order=self.order,
+            seed=self.seed,
+            stream=stream_digest(("token budget", self.lengths, order_digest(self._order))),
+        )
+        mean = float(np.minimum(self.lengths, seq_len).mean())
+        self._guess = int(1.1 * rows_per_step * seq_len / mean) + 16
+        self._steps: dict[tuple[int, int], Step | None] = {}
+        self._len: dict[int, int] = {}
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows of one optimizer step over all ranks."""
+        return self.global_batch_size
+
+    def start(self) -> Cursor:
+        """The beginning of epoch 0, with the identity of this stream."""
+        return self._start
+
+    def step_at(self, cursor: Cursor) -> Step | None:
+        """The step that begins at ``cursor.consumed_samples``, or None at the end of its epoch."""
+        key = (cursor.epoch, cursor.consumed_samples)
+        if key not in self._steps:
+            step = self._pack(*key)
+            if len(self._steps) >= _REMEMBERED:
+                self._steps = {}
+            self._steps[key] = step
+        else:
+            step = self._steps[key]
+        if step is None:
+            return None
+        consumed = step.next_cursor.consumed_samples
+        return replace(step, next_cursor=advance(cursor, self._start, consumed=consumed))
+
+    def steps_in(self, epoch: int) -> int:
+        """Steps of ``epoch``; packs the whole epoch once (some milliseconds per step) and remembers it."""
+        if epoch not in self._len:
+            count, begin = 0, 0
+            while (step := self._pack(epoch, begin)) is not None:
+                count, begin = count + 1, step.next_cursor.consumed_samples
+            self._len[epoch] = count
+        return self._len[epoch]
+
+    def __len__(self) -> int:
+        """Steps of epoch 0; shuffled epochs may differ by a few (`steps_in`). Packs the epoch once."""
+        return self.steps_in(0)
+
+    def _pack(self, epoch: int, begin: int) -> Step | None:
+        rows = self.rows_per_step
+        indices, lengths = self._read(epoch, begin)
+        real = np.flatnonzero(lengths)
+        if not len(real):
+            return None
+        sizes = lengths[real]
+        filled = False
+        if self.fill is not None:
+            enough = int(np.searchsorted(np.cumsum(sizes), self.fill * rows * self.seq_len)) + 1
+            enough = max(enough, rows)
+            filled = enough <= len(sizes)
+            sizes = sizes[:enough]
+        run, packed = longest_run(sizes, rows, self.seq_len, self.max_segments)
+        filled = filled and run == len(sizes)
+        # Samples without tokens go with the step before them.
+        end = int(real[run]) if run < len(real) else len(lengths)
+        if run == len(real) and self.remainder == "drop" and not filled and int(packed.max()) + 1 < rows:
+            return None
+        packed = fill_empty_rows(packed, sizes[:run], rows)
+        step_rows = np.full(end, rows - 1, dtype=np.int32)
+        step_rows[real[:run]] = packed
+        empty = np.flatnonzero(np.bincount(packed, minlength=rows) == 0).astype(np.int32)
+        return Step(
+            np.concatenate([indices[:end], np.full(len(empty), -1, dtype=np.int64)]),
+            np.concatenate([step_rows, empty]),
+            replace(self._start, epoch=epoch, consumed_samples=begin + end),
+        )
+
+    def _read(self, epoch: int, begin: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Indices and lengths (in a row) of more samples than a step can hold, or of the rest of the epoch."""
+        count = self._guess
+        while True:
+            end = min(begin + count, self.num_samples)
+            positions = np.arange(begin, max(begin, end), dtype=np.int64)
+            indices = checked_indices(self._order, epoch, positions)
+            if len(indices) and indices.max() >= self.num_samples:
+                raise ValueError(
+                    f"the order gave index {int(indices.max())} in epoch {epoch}, but lengths has "
+                    f"{self.num_samples} entries: every index needs a length"
+                )
+            lengths = np.minimum(self.lengths[indices], self.seq_len).astype(np.int64)
+            real = lengths[lengths > 0]
+            if end >= self.num_samples:
+                return indices, lengths
+            if most_that_could_fit(real, self.rows_per_step, self.seq_len, self.max_segments) < len(real):
+                return indices, lengths
+            count *= 2
+
+
+def _checked_lengths(lengths: npt.ArrayLike, seq_len: int, oversized: str) -> npt.NDArray[np.integer[Any]]:
+    array = np.asarray(lengths)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise TypeError(
+            f"lengths is {array.dtype} {list(array.shape)}: expected a one-dimensional array of integers, the "
+            "tokens of each sample"
+        )
+    if not len(array):
+        raise ValueError("lengths is empty: a sampler needs at least one sample")
+    if array.min() < 0:
+        at = int(array.argmin())
+        raise ValueError(f"lengths[{at}] is {int(array[at])}: a sample has 0 or more tokens")
+    if oversized == "error" and array.max() > seq_len:
+        at = int(np.argmax(array > seq_len))
+        raise Infeasible(
+            f"sample {at} has {int(array[at])} tokens, a row holds seq_len={seq_len}: it fits nowhere. Raise "
+            "seq_len, shorten the sample, or pass oversized='single' or 'truncate'"
+        )
+    return array

@@ -1,0 +1,237 @@
+"""Token-budget steps: against a plain first-fit-decreasing and a brute-force search for the longest run."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evenstep.cursor import Cursor
+from evenstep.errors import Infeasible
+from evenstep.sampling import Step, TokenBudgetSampler
+from evenstep.sampling.first_fit import first_fit_decreasing, longest_run, most_that_could_fit
+
+lengths_of_tokens = st.lists(st.integers(1, 20), min_size=1, max_size=60)
+rows = st.integers(1, 9)
+segments = st.none() | st.integers(1, 4)
+
+
+def plain_first_fit(lengths: list[int], rows: int, capacity: int, limit: int | None) -> list[int] | None:
+    room, used, placed = [capacity] * rows, [0] * rows, [0] * len(lengths)
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        fits = [r for r in range(rows) if room[r] >= lengths[i] and (limit is None or used[r] < limit)]
+        if not fits:
+            return None
+        placed[i] = fits[0]
+        room[fits[0]] -= lengths[i]
+        used[fits[0]] += 1
+    return placed
+
+
+def steps_of(sampler: TokenBudgetSampler, epoch: int = 0) -> list[Step]:
+    steps, cursor = [], sampler.start().at_epoch(epoch)
+    while (step := sampler.step_at(cursor)) is not None:
+        steps.append(step)
+        cursor = step.next_cursor
+    return steps
+
+
+def loads(sampler: TokenBudgetSampler, step: Step) -> npt.NDArray[np.int64]:
+    real = step.indices >= 0
+    tokens = np.minimum(sampler.lengths[step.indices[real]], sampler.seq_len)
+    return np.bincount(step.rows[real], tokens, minlength=sampler.rows_per_step).astype(np.int64)
+
+
+@given(lengths=lengths_of_tokens, rows=rows, capacity=st.integers(20, 45), limit=segments)
+def test_first_fit_is_the_plain_one(lengths: list[int], rows: int, capacity: int, limit: int | None) -> None:
+    packed = first_fit_decreasing(np.array(lengths, dtype=np.int64), rows, capacity, limit)
+    assert (None if packed is None else packed.tolist()) == plain_first_fit(lengths, rows, capacity, limit)
+
+
+@given(lengths=lengths_of_tokens, rows=rows, capacity=st.integers(20, 45), limit=segments)
+def test_the_run_is_the_longest(lengths: list[int], rows: int, capacity: int, limit: int | None) -> None:
+    run, packed = longest_run(np.array(lengths, dtype=np.int64), rows, capacity, limit)
+    packs = [
+        k for k in range(len(lengths) + 1) if plain_first_fit(lengths[:k], rows, capacity, limit) is not None
+    ]
+    assert run == max(packs)
+    assert packed.tolist() == plain_first_fit(lengths[:run], rows, capacity, limit)
+    assert run <= most_that_could_fit(np.array(lengths, dtype=np.int64), rows, capacity, limit)
+
+
+def test_a_run_too_large_to_search_in_full_is_a_local_maximum() -> None:
+    # 6 + 3 leave a tenth of each row empty, which no simple bound sees: hundreds of candidates fail.
+    lengths = np.array([6, 3] * 20_000, dtype=np.int64)
+    run, packed = longest_run(lengths, 8000, 10)
+    assert run == 16_000
+    assert np.bincount(packed, lengths[:run]).tolist() == [9] * 8000
+    assert first_fit_decreasing(lengths[: run + 1], 8000, 10) is None
+
+
+@given(
+    lengths=st.lists(st.integers(0, 30), min_size=1, max_size=80),
+    rows=rows,
+    order=st.sampled_from(["shuffled", "sequential"]),
+    fill=st.none() | st.floats(0.05, 1),
+    limit=segments,
+    oversized=st.sampled_from(["single", "truncate"]),
+    epoch=st.integers(0, 3),
+)
+def test_laws_of_an_epoch(
+    lengths: list[int],
+    rows: int,
+    order: str,
+    fill: float | None,
+    limit: int | None,
+    oversized: Literal["single", "truncate"],
+    epoch: int,
+) -> None:
+    lengths[0] = max(lengths[0], 1)
+    sampler = TokenBudgetSampler(
+        lengths,
+        rows_per_step=rows,
+        seq_len=20,
+        order=order,
+        seed=3,
+        remainder="pad",
+        fill=fill,
+        max_segments=limit,
+        oversized=oversized,
+    )
+    steps = steps_of(sampler, epoch)
+    assert len(steps) == sampler.steps_in(epoch)
+    seen = np.concatenate([step.indices[step.indices >= 0] for step in steps])
+    assert sorted(seen) == list(range(len(lengths))), "every sample exactly once"
+    if order == "sequential":
+        assert seen.tolist() == list(range(len(lengths)))
+    for step in steps:
+        assert (step.indices.dtype, step.rows.dtype) == (np.int64, np.int32)
+        with_tokens = step.indices[(step.indices >= 0) & (sampler.lengths[step.indices] > 0)]
+        filled = loads(sampler, step)
+        assert filled.max() <= 20
+        assert np.count_nonzero(filled) == min(rows, len(with_tokens)), "no row empty while samples suffice"
+        empty = np.flatnonzero(filled == 0)
+        assert step.rows[step.indices < 0].tolist() == empty.tolist(), "one padding index per empty row"
+        if limit is not None:
+            counts = np.bincount(step.rows[np.isin(step.indices, with_tokens)], minlength=rows)
+            assert counts.max() <= limit
+        if fill is not None:
+            last = sampler.lengths[with_tokens[-1]] if len(with_tokens) else 0
+            short_of_it = len(with_tokens) <= rows or filled.sum() - min(last, 20) < fill * rows * 20
+            assert short_of_it, "a step ends where fill is reached"
+
+
+@given(lengths=st.lists(st.integers(0, 20), min_size=12, max_size=60), rows=st.integers(1, 4))
+def test_drop_leaves_out_only_an_unfilled_last_step(lengths: list[int], rows: int) -> None:
+    lengths[:rows] = [20] * rows
+    kept = TokenBudgetSampler(lengths, rows_per_step=rows, seq_len=20)
+    padded = TokenBudgetSampler(lengths, rows_per_step=rows, seq_len=20, remainder="pad")
+    a, b = steps_of(kept), steps_of(padded)
+    assert [s.indices.tolist() for s in a] == [s.indices.tolist() for s in b[: len(a)]]
+    assert len(b) - len(a) in (0, 1)
+    assert all((step.indices >= 0).all() for step in a)
+    for step in b[len(a) :]:
+        tokens = [lengths[i] for i in step.indices if i >= 0 and lengths[i] > 0]
+        assert plain_first_fit(tokens, rows - 1, 20, None) is not None
+
+
+def test_whole_rows_make_whole_steps() -> None:
+    exact = TokenBudgetSampler([20] * 8, rows_per_step=4, seq_len=20)
+    assert len(exact) == 2
+    one_more = TokenBudgetSampler([20] * 9, rows_per_step=4, seq_len=20)
+    assert len(one_more) == 2
+    assert len(TokenBudgetSampler([20] * 9, rows_per_step=4, seq_len=20, remainder="pad")) == 3
+
+
+@given(at=st.integers(0, 199), epoch=st.integers(0, 2))
+def test_any_position_starts_a_step_of_the_same_order(at: int, epoch: int) -> None:
+    lengths = np.random.default_rng(1).integers(1, 64, 200)
+    sampler = TokenBudgetSampler(lengths, rows_per_step=4, seq_len=64, remainder="pad")
+    order = np.concatenate([step.indices[step.indices >= 0] for step in steps_of(sampler, epoch)])
+    step = sampler.step_at(Cursor(epoch=epoch, consumed_samples=at, step=9))
+    assert step is not None
+    end = step.next_cursor.consumed_samples
+    assert step.indices[step.indices >= 0].tolist() == order[at:end].tolist()
+    assert step.next_cursor.step == 10
+
+
+def test_a_remembered_step_still_takes_its_fields_from_the_cursor() -> None:
+    sampler = TokenBudgetSampler([5] * 100, rows_per_step=2, seq_len=10, seed=8)
+    first = sampler.step_at(Cursor(step=1, micro_batch=2, plan=3))
+    again = sampler.step_at(Cursor(step=50, dp_size=4))
+    assert first is not None
+    assert again is not None
+    assert again.indices.tolist() == first.indices.tolist()
+    assert (first.next_cursor.step, first.next_cursor.micro_batch, first.next_cursor.plan) == (2, 0, 0)
+    assert (again.next_cursor.step, again.next_cursor.dp_size) == (51, 4)
+    assert first.next_cursor.global_batch_size == 2
+    assert first.next_cursor.seed == 8
+
+
+def test_lognormal_lengths_fill_the_rows() -> None:
+    """Next-fit of consecutive documents fills 0.90 on such lengths; dataset packers reach 0.99."""
+    lengths = np.minimum(np.random.default_rng(0).lognormal(7, 1.2, 20_000).astype(np.int64) + 1, 8192)
+    sampler = TokenBudgetSampler(lengths, rows_per_step=64, seq_len=8192)
+    steps = steps_of(sampler)
+    assert len(steps) == len(sampler)
+    filled = [loads(sampler, step).sum() / (64 * 8192) for step in steps[:-1]]
+    assert np.mean(filled) > 0.99
+    assert min(filled) > 0.98
+
+
+def test_identity_follows_the_lengths() -> None:
+    a = TokenBudgetSampler([5, 6, 7], rows_per_step=1, seq_len=10).start()
+    assert a.stream == TokenBudgetSampler(np.array([5, 6, 7]), rows_per_step=1, seq_len=10).start().stream
+    assert a.stream != TokenBudgetSampler([5, 6, 8], rows_per_step=1, seq_len=10).start().stream
+    assert (a.dataset_size, a.order, a.seed, a.global_batch_size) == (3, "shuffled", 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "message"),
+    [
+        (
+            {"lengths": [3, 11, 12]},
+            Infeasible,
+            "sample 1 has 11 tokens, a row holds seq_len=10: it fits nowhere. Raise seq_len, shorten the sample, "
+            "or pass oversized='single' or 'truncate'",
+        ),
+        ({"lengths": []}, ValueError, "lengths is empty: a sampler needs at least one sample"),
+        ({"lengths": [4, -2]}, ValueError, "lengths[1] is -2: a sample has 0 or more tokens"),
+        (
+            {"lengths": [4.0, 2.0]},
+            TypeError,
+            "lengths is float64 [2]: expected a one-dimensional array of integers, the tokens of each sample",
+        ),
+        ({"fill": 0}, ValueError, "fill is 0: expected a fraction of the step's tokens in (0, 1], or None"),
+        (
+            {"lengths": [4, 0], "rows_per_step": 2},
+            ValueError,
+            "1 samples with tokens cannot fill 2 rows: remainder='drop' would leave no step at all; make the "
+            "step smaller, or use 'pad'",
+        ),
+        ({"remainder": "wrap"}, ValueError, "remainder is 'wrap': expected one of 'drop', 'pad'"),
+        (
+            {"oversized": "cut"},
+            ValueError,
+            "oversized is 'cut': expected one of 'error', 'single', 'truncate'",
+        ),
+    ],
+)
+def test_bad_arguments(kwargs: dict[str, object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error) as caught:
+        TokenBudgetSampler(**{"lengths": [4, 2], "rows_per_step": 1, "seq_len": 10, **kwargs})  # type: ignore[arg-type]
+    assert str(caught.value) == message
+
+
+def test_an_order_outside_the_lengths() -> None:
+    class Shifted:
+        def index_at(self, epoch: int, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+            return positions + 1 + epoch
+
+    sampler = TokenBudgetSampler([5, 5], rows_per_step=1, seq_len=10, order=Shifted())
+    with pytest.raises(ValueError, match=r"^the order gave index 2 in epoch 0, but lengths has 2 entries: "):
+        sampler.step_at(Cursor())
