@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-__all__ = ["ConfigMismatch", "Infeasible", "RemoteRankError", "StateMismatch", "WireFormatError"]
+__all__ = [
+    "ConfigMismatch",
+    "Infeasible",
+    "RemoteRankError",
+    "SampleError",
+    "StateMismatch",
+    "WireFormatError",
+]
 
 
 class RemoteRankError(RuntimeError):
@@ -28,6 +35,18 @@ class RemoteRankError(RuntimeError):
         self.rank = rank
         self.error_type = error_type
         self.error_message = error_message
+        self.sample = sample
+
+
+class SampleError(RuntimeError):
+    """One sample could not be read; the original exception is its ``__cause__``.
+
+    Attributes:
+        sample: Dataset index of the sample.
+    """
+
+    def __init__(self, message: str, sample: int) -> None:
+        super().__init__(message)
         self.sample = sample
 
 

@@ -22,10 +22,12 @@ class Communicator(Protocol):
     Attributes:
         ranks: Global rank at each position of the group.
         position: This rank's position.
+        device: Where the group's backend wants its tensors; `broadcast` also takes a buffer that lies there.
     """
 
     ranks: tuple[int, ...]
     position: int
+    device: torch.device
 
     def all_gather(self, row: torch.Tensor) -> torch.Tensor:
         """Gather ``row`` (uint8 ``[n]``, the same ``n`` everywhere) as uint8 ``[size, n]`` by position."""
@@ -53,8 +55,9 @@ class SoloCommunicator:
     """A group of one: collectives are copies."""
 
     def __init__(self, rank: int = 0) -> None:
-        self.ranks = (rank,)
+        self.ranks: tuple[int, ...] = (rank,)
         self.position = 0
+        self.device = torch.device("cpu")
 
     def all_gather(self, row: torch.Tensor) -> torch.Tensor:
         """The row itself."""

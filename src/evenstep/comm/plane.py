@@ -1,0 +1,252 @@
+"""The data plane: who talks with whom, over which groups, and how a rank leaves."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from evenstep.comm.communicator import Communicator, SoloCommunicator
+from evenstep.comm.groups import Groups, check_backend, create_groups, world_communicator
+from evenstep.comm.rounds import Rounds, gather_bytes
+from evenstep.errors import ConfigMismatch, RemoteRankError
+from evenstep.topology import Topology
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["DEFAULT_TIMEOUT", "DataPlane"]
+
+DEFAULT_TIMEOUT = timedelta(minutes=5)
+CLOSE_GRACE = 5.0  # seconds that a leaving rank waits for the others
+
+
+class DataPlane:
+    """Topology, groups and the conversation of one loader; every loader has its own.
+
+    Build it with `from_mesh` on the main thread of every rank, in the same order.
+
+    Attributes:
+        topology: Roles of the ranks.
+        world: All ranks; used while building only.
+        balance: The ranks of this balance group that read, plan or construct; None on pure receivers.
+        payload: The same ranks over the payload backend; None on pure receivers.
+        model: This data-parallel replica, its constructor at position 0.
+        rounds: The status-first conversation of the data plane; None on pure receivers.
+        close_grace: Seconds that `close` waits for the other ranks before it gives up on them.
+    """
+
+    def __init__(self, topology: Topology, groups: Groups) -> None:
+        self.topology = topology
+        self.world: Communicator = groups.world
+        self.balance: Communicator | None = groups.balance
+        self.payload: Communicator | None = groups.payload
+        self.model: Communicator = groups.model
+        self.rounds: Rounds | None = None if groups.control is None else Rounds(groups.control)
+        self.close_grace = CLOSE_GRACE
+        everyone = (groups.control, groups.balance, groups.payload, groups.model)
+        self._communicators = tuple(c for c in everyone if c is not None)
+        # Runs once: at `close`, when the plane is collected, or at exit; then after the finalizers of the nodes
+        # that were built on it, whose threads have ended by then.
+        self._leave = weakref.finalize(self, _leave, self.rounds, self._communicators, self.close_grace)
+
+    @classmethod
+    def single(cls) -> DataPlane:
+        """One process without torch.distributed."""
+        solo = SoloCommunicator()
+        return cls(Topology.single(), Groups(solo, solo, solo, solo, solo))
+
+    @classmethod
+    def from_mesh(
+        cls,
+        mesh: DeviceMesh | None,
+        *,
+        dp_dims: Sequence[str] | None = None,
+        reader_ranks: str | Sequence[int] | None = None,
+        planner_rank: int | None = None,
+        balance_group_size: int | str | None = None,
+        backend: str = "gloo",
+        payload_backend: str | None = None,
+        device: torch.device | str | None = None,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+    ) -> DataPlane:
+        """Roles and process groups for ``mesh``, created in one order on every rank.
+
+        Args:
+            mesh: A device mesh that covers the world; None for one process.
+            dp_dims: Data-parallel dimensions; default ``dp_replicate``, ``dp_shard``, ``dp``.
+            reader_ranks: None (constructors), ``"all"``, or the global ranks that read.
+            planner_rank: Global rank that plans; default: the first constructor of a balance group.
+            balance_group_size: dp ranks balanced together; ``"node"``: those of one host.
+            backend: Backend of control messages: "gloo", "nccl" or "hccl".
+            payload_backend: Backend of payload; default: ``backend``.
+            device: Device of accelerator backends and of the batches that model-parallel peers receive.
+            timeout: Longest wait for another rank.
+
+        Raises:
+            ValueError, TypeError: An argument does not fit; on the rank where it does not.
+            RemoteRankError: The same, on the other ranks.
+            ConfigMismatch: Ranks were given different arguments; on every rank.
+        """
+        if mesh is None:
+            return cls.single()
+        if not dist.is_initialized():
+            raise RuntimeError(
+                f"the mesh has {mesh.size()} ranks but torch.distributed is not initialised, so they cannot talk; "
+                "call torch.distributed.init_process_group() first"
+            )
+        where = torch.device("cpu") if device is None else torch.device(device)
+        world = world_communicator(timeout)
+
+        def roles(group: int | None) -> Topology:
+            return Topology.from_mesh(
+                mesh.mesh.cpu().numpy(),
+                mesh.mesh_dim_names,
+                rank=dist.get_rank(),
+                dp_dims=dp_dims,
+                reader_ranks=reader_ranks,
+                planner_rank=planner_rank,
+                balance_group_size=group,
+            )
+
+        topology, problem = None, None
+        try:
+            check_backend(backend, where, "backend")
+            check_backend(payload_backend or backend, where, "payload_backend")
+            topology = roles(None if balance_group_size == "node" else balance_group_size)  # type: ignore[arg-type]  # refused there
+        except Exception as error:
+            problem = error
+        told = {
+            "mesh": f"{tuple(mesh.shape)} {mesh.mesh_dim_names}",
+            "roles": ""
+            if topology is None
+            else repr((topology.replicas, topology.readers, topology.planners)),
+            "balance_group_size": str(balance_group_size),
+            "backend": backend,
+            "payload_backend": payload_backend or backend,
+            "timeout": str(timeout),
+        }
+        hosts = agree(world, told, problem)
+        assert topology is not None  # else agree() has raised
+        if balance_group_size == "node":
+            topology = roles(_dp_ranks_per_host(topology, hosts))
+        groups = create_groups(topology, world, backend, payload_backend or backend, where, timeout)
+        return cls(topology, groups)
+
+    @property
+    def is_constructor(self) -> bool:
+        """Whether this rank builds batches."""
+        return self.topology.is_constructor
+
+    @property
+    def is_planner(self) -> bool:
+        """Whether this rank plans for its balance group."""
+        return self.topology.rank == self.topology.planner
+
+    def agree(self, config: Mapping[str, str], problem: Exception | None = None) -> None:
+        """Raise on every rank if one has a ``problem`` or another ``config``; see `from_mesh`."""
+        agree(self.world, config, problem)
+
+    def fail(self, error: BaseException) -> None:
+        """This rank cannot go on: its next header tells the others why."""
+        if self.rounds is not None:
+            self.rounds.fail(error)
+
+    def close(self) -> None:
+        """Tell the others that this rank leaves, then use the groups no more.
+
+        Threads that talk over this plane must have ended. Idempotent; never raises an error of the others.
+        """
+        self._leave()
+
+    def abandon(self) -> None:
+        """Stop waiting for anybody, in any thread, now and later."""
+        for communicator in self._communicators:
+            communicator.abandon()
+
+
+def _leave(rounds: Rounds | None, communicators: Sequence[Communicator], grace: float) -> None:
+    def give_up() -> None:
+        for communicator in communicators:
+            communicator.abandon()
+
+    if rounds is not None:
+        alarm = threading.Timer(grace, give_up)
+        alarm.daemon = True
+        alarm.start()
+        try:
+            rounds.leave()
+        finally:
+            alarm.cancel()
+    give_up()
+
+
+def agree(world: Communicator, config: Mapping[str, str], problem: Exception | None) -> list[str]:
+    """Compare what the ranks were told, and fail together.
+
+    Returns:
+        The host name of every rank.
+
+    Args:
+        world: All ranks.
+        config: What must be equal, as text by field.
+        problem: Why this rank cannot go on, or None.
+
+    Raises:
+        ConfigMismatch: A field differs; names the ranks and both values.
+        RemoteRankError: Another rank has a problem.
+        Exception: ``problem`` itself.
+    """
+    told = {
+        "config": dict(config),
+        "problem": None if problem is None else [type(problem).__name__, str(problem)],
+        "host": socket.gethostname(),
+    }
+    everybody = [json.loads(data) for data in gather_bytes(world, json.dumps(told).encode())]
+    if problem is not None:
+        raise problem
+    for rank, other in zip(world.ranks, everybody, strict=True):
+        if other["problem"] is not None:
+            kind, message = other["problem"]
+            raise RemoteRankError(
+                f"rank {rank} could not build its loader: {kind}: {message}",
+                rank=rank,
+                error_type=kind,
+                error_message=message,
+            )
+    first = everybody[0]["config"]
+    for name in sorted({name for other in everybody for name in other["config"]}):
+        values = [other["config"].get(name) for other in everybody]
+        odd = [(rank, v) for rank, v in zip(world.ranks, values, strict=True) if v != first.get(name)]
+        if odd:
+            ranks = [rank for rank, _ in odd]
+            raise ConfigMismatch(
+                f"{name} differs between ranks: rank {world.ranks[0]} has {first.get(name)}, ranks {ranks[:8]} have "
+                f"{odd[0][1]}: their plans and collectives would not fit together. Give every rank the same {name}."
+            )
+
+    return [other["host"] for other in everybody]
+
+
+def _dp_ranks_per_host(topology: Topology, hosts: Sequence[str]) -> int:
+    """How many consecutive dp ranks share a host; rank order need not follow hosts, so it is checked."""
+    where = [hosts[rank] for rank in topology.constructors]
+    size = (
+        where.index(next((h for h in where if h != where[0]), where[0]), 1)
+        if len(set(where)) > 1
+        else len(where)
+    )
+    blocks = [set(where[start : start + size]) for start in range(0, len(where), size)]
+    if len(where) % size or any(len(block) > 1 for block in blocks) or len(set(where)) != len(blocks):
+        raise ValueError(
+            "balance_group_size='node' needs the same number of consecutive dp ranks on every host, but the hosts by "
+            f"dp rank are {where[:16]}: groups would reach across hosts. Pass a number."
+        )
+    return size

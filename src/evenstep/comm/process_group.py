@@ -1,0 +1,162 @@
+"""A communicator over a torch.distributed process group, whose waits always end."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from evenstep.comm.communicator import Abandoned
+from evenstep.errors import RemoteRankError
+
+__all__ = ["ProcessGroupCommunicator"]
+
+POLL = timedelta(milliseconds=200)  # how soon a waiting thread hears that its rank shuts down
+
+# torch 2.13 renamed it and deprecates the old name.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+# A collective that was given up keeps its work, buffers and group alive until the process ends: dropping them
+# blocks the exit until the peer answers, and a thread that waits for them there is a SIGABRT.
+_ABANDONED: list[Any] = []
+
+
+class ProcessGroupCommunicator:
+    """Collectives of one process group, used by one thread at a time.
+
+    Args:
+        group: The process group.
+        timeout: Longest wait for the other ranks in one collective.
+        device: Where the group's backend wants its tensors: CPU for gloo, the accelerator for NCCL and HCCL;
+            CPU buffers then travel through it.
+        name: What the group is for, in error messages.
+        ranks: Global ranks in the order of our positions; torch keeps its own, ascending.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        *,
+        timeout: timedelta,
+        device: torch.device,
+        name: str,
+        ranks: Sequence[int] | None = None,
+    ) -> None:
+        inner = list(dist.get_process_group_ranks(group))
+        self.ranks: tuple[int, ...] = tuple(inner if ranks is None else ranks)
+        self.position = self.ranks.index(dist.get_rank())
+        self._inner = [inner.index(rank) for rank in self.ranks]  # torch's position at each of ours
+        self._in_order = self._inner == sorted(self._inner)
+        self.device = device
+        self._group = group
+        self._timeout = timeout
+        self._name = name
+        self._leaving = threading.Event()
+        self._failure: Exception | None = None
+
+    def all_gather(self, row: torch.Tensor) -> torch.Tensor:
+        """See `Communicator.all_gather`."""
+        source = row.to(self.device)
+        out = torch.empty(len(self.ranks) * row.numel(), dtype=torch.uint8, device=self.device)
+        self._run(lambda: _all_gather(out, source, group=self._group, async_op=True), [out, source])
+        rows = out.cpu().view(len(self.ranks), row.numel())
+        return rows if self._in_order else rows[self._inner]
+
+    def broadcast(self, buffer: torch.Tensor, source: int) -> None:
+        """See `Communicator.broadcast`; a buffer that already lies on the group's device is used in place."""
+        staged = buffer.to(self.device)
+        origin = self.ranks[source]
+        self._run(lambda: dist.broadcast(staged, src=origin, group=self._group, async_op=True), [staged])
+        if staged is not buffer and source != self.position:
+            buffer.copy_(staged)
+
+    def all_to_all(
+        self,
+        send: torch.Tensor,
+        send_splits: list[int],
+        receive: torch.Tensor,
+        receive_splits: list[int],
+    ) -> None:
+        """See `Communicator.all_to_all`."""
+        assert self._in_order, "groups that exchange payload keep torch's order"
+        outgoing, incoming = send.to(self.device), receive
+        if self.device.type != "cpu":
+            incoming = torch.empty(receive.numel(), dtype=torch.uint8, device=self.device)
+        self._run(
+            lambda: dist.all_to_all_single(
+                incoming, outgoing, receive_splits, send_splits, group=self._group, async_op=True
+            ),
+            [incoming, outgoing],
+        )
+        if incoming is not receive:
+            receive.copy_(incoming)
+
+    def abandon(self) -> None:
+        """See `Communicator.abandon`."""
+        self._leaving.set()
+
+    def _run(self, launch: Callable[[], Any], buffers: list[torch.Tensor]) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if self._leaving.is_set():
+            raise self._give_up(None, buffers, self._left())
+        try:
+            work = launch()
+        except RuntimeError as error:  # the group is gone, or a peer is
+            raise self._give_up(None, buffers, self._lost(error)) from error
+        try:
+            self._wait(work)
+        except RuntimeError as error:
+            failure = error if isinstance(error, (Abandoned, RemoteRankError)) else self._lost(error)
+            raise self._give_up(work, buffers, failure) from error.__cause__
+        except BaseException:  # Ctrl-C: the collective stays posted, so the next one would meet its answer
+            self._give_up(work, buffers, self._interrupted())
+            raise
+
+    def _wait(self, work: Any) -> None:
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        while not work.is_completed():
+            if self._leaving.is_set():
+                raise self._left()
+            if time.monotonic() > deadline:
+                raise self._late()
+            try:
+                work.wait(POLL)
+            except RuntimeError:
+                if work.is_completed():
+                    raise
+        work.wait()
+
+    def _give_up(self, work: Any, buffers: list[torch.Tensor], error: Exception) -> Exception:
+        _ABANDONED.append((work, buffers, self._group))
+        self._failure = error
+        return error
+
+    def _left(self) -> Exception:
+        return Abandoned(
+            f"this rank gave up waiting for ranks {self.ranks} in the {self._name} group: it shuts down"
+        )
+
+    def _interrupted(self) -> Exception:
+        return Abandoned(f"this rank was interrupted inside a collective of the {self._name} group")
+
+    def _late(self) -> Exception:
+        seconds = self._timeout.total_seconds()
+        return RemoteRankError(
+            f"no answer from the ranks {self.ranks} of the {self._name} group within {seconds:g} s: one of them is "
+            "stuck or slower than that, and its data cannot arrive. Look at the rank that raised nothing, or raise "
+            "`timeout` if reading a window may take that long."
+        )
+
+    def _lost(self, error: Exception) -> Exception:
+        return RemoteRankError(
+            f"the connection to a rank of {self.ranks} in the {self._name} group broke: a process died or destroyed "
+            f"its process group. Look for the first error of another rank. ({error})",
+            error_type=type(error).__name__,
+            error_message=str(error),
+        )

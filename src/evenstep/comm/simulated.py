@@ -1,0 +1,140 @@
+"""Ranks as threads of one process, behind the same communicator: for tests, notebooks and simulation."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from evenstep.comm.communicator import Abandoned
+from evenstep.errors import RemoteRankError
+
+__all__ = ["SimulatedCommunicator", "SimulatedGroup"]
+
+
+@dataclass
+class _Meeting:
+    """One collective: what each position brought, and who has taken it away."""
+
+    kind: str
+    brought: dict[int, Any] = field(default_factory=dict)
+    taken: int = 0
+
+
+class SimulatedGroup:
+    """The meeting place of one group of simulated ranks.
+
+    Unlike gloo it notices when ranks call different collectives or disagree about sizes.
+
+    Args:
+        ranks: Global rank at each position.
+        timeout: Seconds that a rank waits for the others.
+    """
+
+    def __init__(self, ranks: tuple[int, ...], timeout: float = 60.0) -> None:
+        self.ranks = ranks
+        self.timeout = timeout
+        self.collectives = 0
+        self.bytes_moved = 0
+        self._changed = threading.Condition()
+        self._meetings: dict[int, _Meeting] = {}
+        self._dead: set[int] = set()
+
+    def communicator(self, rank: int) -> SimulatedCommunicator:
+        """The communicator of global ``rank``."""
+        return SimulatedCommunicator(self, self.ranks.index(rank))
+
+    def kill(self, rank: int) -> None:
+        """``rank`` is gone, as if its process had died: whoever waits for it gets an error."""
+        with self._changed:
+            if rank in self.ranks:
+                self._dead.add(self.ranks.index(rank))
+            self._changed.notify_all()
+
+    def meet(
+        self, turn: int, position: int, kind: str, value: Any, leaving: threading.Event
+    ) -> dict[int, Any]:
+        """Bring ``value`` to the group's ``turn``-th collective and wait until everybody has."""
+        deadline = time.monotonic() + self.timeout
+        with self._changed:
+            meeting = self._meetings.setdefault(turn, _Meeting(kind))
+            if meeting.kind != kind:
+                raise AssertionError(f"collective {turn}: {kind} here, {meeting.kind} elsewhere")
+            meeting.brought[position] = value
+            self._changed.notify_all()
+            while len(meeting.brought) < len(self.ranks):
+                missing = self._dead - set(meeting.brought)
+                if missing:
+                    gone = sorted(self.ranks[p] for p in missing)
+                    raise RemoteRankError(f"the connection to rank {gone[0]} broke: it is gone", rank=gone[0])
+                if leaving.is_set():
+                    raise Abandoned("this rank gave up waiting: it shuts down")
+                if time.monotonic() > deadline:
+                    here = sorted(self.ranks[p] for p in meeting.brought)
+                    raise RemoteRankError(
+                        f"no answer within {self.timeout:g} s; only the ranks {here} are here"
+                    )
+                self._changed.wait(0.05)
+            meeting.taken += 1
+            if meeting.taken == len(self.ranks):
+                del self._meetings[turn]
+                self.collectives += 1
+            return meeting.brought
+
+
+class SimulatedCommunicator:
+    """One rank's end of a `SimulatedGroup`; see `Communicator`."""
+
+    def __init__(self, group: SimulatedGroup, position: int) -> None:
+        self.ranks = group.ranks
+        self.position = position
+        self.device = torch.device("cpu")
+        self._group = group
+        self._turn = 0
+        self._leaving = threading.Event()
+        self._failure: Exception | None = None
+
+    def _meet(self, kind: str, value: Any) -> dict[int, Any]:
+        if self._failure is not None:
+            raise self._failure
+        self._turn += 1
+        try:
+            return self._group.meet(self._turn, self.position, kind, value, self._leaving)
+        except Exception as error:
+            self._failure = error
+            raise
+
+    def all_gather(self, row: torch.Tensor) -> torch.Tensor:
+        """See `Communicator.all_gather`."""
+        brought = self._meet(f"all_gather[{row.numel()}]", row.clone())
+        return torch.stack([brought[p] for p in range(len(self.ranks))])
+
+    def broadcast(self, buffer: torch.Tensor, source: int) -> None:
+        """See `Communicator.broadcast`."""
+        mine = buffer.clone() if source == self.position else None
+        brought = self._meet(f"broadcast[{buffer.numel()}] from {source}", mine)
+        if mine is None:
+            buffer.copy_(brought[source])
+
+    def all_to_all(
+        self,
+        send: torch.Tensor,
+        send_splits: list[int],
+        receive: torch.Tensor,
+        receive_splits: list[int],
+    ) -> None:
+        """See `Communicator.all_to_all`."""
+        brought = self._meet("all_to_all", torch.split(send.clone(), send_splits))
+        parts = [brought[p][self.position] for p in range(len(self.ranks))]
+        sizes = [part.numel() for part in parts]
+        if sizes != receive_splits:
+            raise AssertionError(f"all_to_all: expected {receive_splits} bytes, the senders sent {sizes}")
+        torch.cat(parts, out=receive)
+        self._group.bytes_moved += sum(sizes) - sizes[self.position]
+
+    def abandon(self) -> None:
+        """See `Communicator.abandon`."""
+        self._leaving.set()
