@@ -1,0 +1,157 @@
+"""Memory for segments, used again and again: fresh pages cost three times the copy into them."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from bisect import bisect_left, insort
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["BufferPool", "PoolStatistics"]
+
+ALIGNMENT = 64
+_SMALLEST = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStatistics:
+    """What a pool did since it was made.
+
+    Attributes:
+        hits: Buffers handed out from the pool.
+        misses: Buffers allocated.
+        dropped: Buffers freed because the pool was full.
+        idle_bytes: Bytes that wait in the pool now; never more than ``max_bytes``.
+        used_bytes: Bytes of buffers of which a view is alive now.
+        peak_bytes: The most of idle and used bytes together.
+    """
+
+    hits: int
+    misses: int
+    dropped: int
+    idle_bytes: int
+    used_bytes: int
+    peak_bytes: int
+
+
+class BufferPool:
+    """Hands out uint8 buffers and takes each back when the last view of it is gone.
+
+    A buffer needs no release: slices, ``split``, ``.numpy()`` and whatever a pack function keeps of a sample keep
+    its memory from being handed out again. Every storage that is handed out owns a NumPy view made for it alone;
+    torch drops that view when it frees the storage, and its weak reference tells the pool.
+
+    Args:
+        max_bytes: The most memory that may wait idle in the pool; what is more is freed, smallest first.
+            Buffers in use are not limited: they belong to their users.
+    """
+
+    def __init__(self, max_bytes: int = 1 << 30) -> None:
+        if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 0:
+            raise ValueError(
+                f"max_bytes is {max_bytes!r}; the pool needs a number of bytes >= 0; 0 keeps no buffer for reuse"
+            )
+        self.max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._returned: deque[Tensor] = deque()
+        self._idle: list[tuple[int, int, Tensor]] = []  # capacity, tie-breaker, memory; sorted
+        self._watched: dict[int, weakref.ref[object]] = {}
+        self._serial = 0
+        self._hits = self._misses = self._dropped = 0
+        self._idle_bytes = self._used_bytes = self._peak_bytes = 0
+
+    def take(self, nbytes: int) -> Tensor:
+        """A buffer of ``nbytes`` bytes: uint8 ``[nbytes]``, contiguous, at a multiple of 64; contents arbitrary."""
+        if nbytes < 0:
+            raise ValueError(f"nbytes is {nbytes}; a buffer cannot have less than 0 bytes")
+        if nbytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        with self._lock:
+            self._collect()
+            memory = self._reuse(nbytes)
+            if memory is None:
+                self._misses += 1
+            else:
+                self._hits += 1
+        if memory is None:
+            memory = _allocate(_capacity(nbytes))
+        return self._lend(memory, nbytes)
+
+    def statistics(self) -> PoolStatistics:
+        """What the pool did so far."""
+        with self._lock:
+            self._collect()
+            return PoolStatistics(
+                self._hits, self._misses, self._dropped, self._idle_bytes, self._used_bytes, self._peak_bytes
+            )
+
+    def clear(self) -> None:
+        """Free the idle buffers; those in use come back as before."""
+        with self._lock:
+            self._collect()
+            self._idle.clear()
+            self._idle_bytes = 0
+
+    def _reuse(self, nbytes: int) -> Tensor | None:
+        at = bisect_left(self._idle, (nbytes, 0))
+        # A much larger buffer is left for a larger request: else small segments would pin the large buffers.
+        if at == len(self._idle) or self._idle[at][0] > max(4 * nbytes, _SMALLEST):
+            return None
+        capacity, _, memory = self._idle.pop(at)
+        self._idle_bytes -= capacity
+        return memory
+
+    def _lend(self, memory: Tensor, nbytes: int) -> Tensor:
+        owner = memory.numpy()[:nbytes]
+        lent = torch.from_numpy(owner)
+        with self._lock:
+            self._serial += 1
+            serial = self._serial
+            self._used_bytes += memory.numel()
+            self._peak_bytes = max(self._peak_bytes, self._used_bytes + self._idle_bytes)
+
+        # The callback may run on any thread, inside any allocation, even while this thread holds the lock:
+        # it only appends (atomic) and tidies up if nobody is at it.
+        watched, returned = self._watched, self._returned
+        pool = weakref.ref(self)
+
+        def give_back(_: object) -> None:
+            returned.append(memory)
+            watched.pop(serial, None)
+            alive = pool()
+            if alive is not None and alive._lock.acquire(blocking=False):
+                try:
+                    alive._collect()
+                finally:
+                    alive._lock.release()
+
+        watched[serial] = weakref.ref(owner, give_back)
+        return lent
+
+    def _collect(self) -> None:
+        while self._returned:
+            memory = self._returned.popleft()
+            capacity = memory.numel()
+            self._used_bytes -= capacity
+            self._serial += 1
+            insort(self._idle, (capacity, self._serial, memory))
+            self._idle_bytes += capacity
+        while self._idle_bytes > self.max_bytes:
+            self._idle_bytes -= self._idle.pop(0)[0]
+            self._dropped += 1
+
+
+def _capacity(nbytes: int) -> int:
+    """Round up to one of eight sizes per power of two, so that segments of like size share buffers."""
+    step = max(_SMALLEST, 1 << max(nbytes.bit_length() - 4, 0))
+    return -(-nbytes // step) * step
+
+
+def _allocate(capacity: int) -> Tensor:
+    memory = torch.empty(capacity + ALIGNMENT, dtype=torch.uint8)
+    start = -memory.data_ptr() % ALIGNMENT
+    return memory[start : start + capacity]

@@ -1,0 +1,256 @@
+"""The byte layout of a segment, so that both sides derive its size and check it before they use it.
+
+::
+
+    preamble | structure number of each sample | structures (JSON) | integers | field column | field column ...
+    '------------------------- control, covered by one CRC -----------------'
+
+Field columns start at multiples of 64 bytes. Where the columns end the segment is padded with zeros up to
+`segment_bytes`, the size that follows from the gathered columns alone.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from evenstep.errors import WireFormatError
+
+__all__ = ["ALIGNMENT", "Reader", "Writer", "align", "segment_bytes", "structure_key"]
+
+ALIGNMENT = 64
+MAGIC = b"evnstep1"
+PREAMBLE = struct.Struct("<8sQQQQQI12x")  # magic, size, samples, structures, integers at, integers, CRC
+_CRC_AT = 48
+ENTRY = struct.Struct("<QQ")  # samples and JSON bytes of one structure
+INDEX = np.dtype("<u4")
+_INTS = np.dtype("<i8")
+_BLOCK_BITS = 24
+_FIXED_BLOCKS = 2  # the preamble, and the alignment of the first field column
+_HUGE = float(1 << 62)
+
+Bytes = npt.NDArray[np.uint8]
+Ints = npt.NDArray[np.int64]
+
+
+def align(nbytes: int) -> int:
+    """The next multiple of `ALIGNMENT`."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def entry_bytes(json_bytes: int) -> int:
+    """Bytes of one structure in the control part."""
+    return align(ENTRY.size + json_bytes)
+
+
+def structure_key(digest: int, json_bytes: int, columns: int) -> int:
+    """A positive int63: 39 bits of digest, then 24 bits of blocks that the structure adds to a segment.
+
+    Args:
+        digest: At least 39 bits of a hash of the structure's JSON.
+        json_bytes: Length of the JSON in bytes.
+        columns: Field columns of the structure; each may need up to a block for its alignment.
+    """
+    blocks = entry_bytes(json_bytes) // ALIGNMENT + columns
+    if blocks >= 1 << _BLOCK_BITS:
+        raise ValueError(
+            f"the structure of the sample takes {blocks} blocks of {ALIGNMENT} bytes, more than "
+            f"{(1 << _BLOCK_BITS) - 1}; it cannot be sent; store long lists as tensors"
+        )
+    return (digest & ((1 << 39) - 1)) << _BLOCK_BITS | blocks
+
+
+def segment_bytes(nbytes: npt.ArrayLike, structures: npt.ArrayLike) -> int:
+    """Bytes of the segment that holds samples, from the columns alone; 0 for no samples.
+
+    Args:
+        nbytes: int64 ``[n]``, what `PayloadCodec.measure` returned first for each sample.
+        structures: int64 ``[n]``, what it returned second.
+    """
+    sizes = np.asarray(nbytes, dtype=np.int64)
+    if not len(sizes):
+        return 0
+    blocks = int((np.unique(np.asarray(structures, dtype=np.int64)) & ((1 << _BLOCK_BITS) - 1)).sum())
+    fixed = (_FIXED_BLOCKS + blocks) * ALIGNMENT
+    return fixed + align(INDEX.itemsize * len(sizes)) + align(int(sizes.sum()))
+
+
+def _aligned_view(buffer: Tensor, what: str) -> Tensor:
+    """The same memory as a tensor with a storage of its own, so that dtype views never depend on an offset."""
+    if (
+        buffer.dtype is not torch.uint8
+        or buffer.dim() != 1
+        or not buffer.is_contiguous()
+        or not buffer.is_cpu
+    ):
+        raise ValueError(
+            f"{what} is a {buffer.dtype} tensor of shape {tuple(buffer.shape)} on {buffer.device}; a segment "
+            "needs contiguous 1-d torch.uint8 on the CPU; take it from a BufferPool"
+        )
+    return torch.from_numpy(buffer.detach().numpy())
+
+
+class Writer:
+    """Collects the columns of a segment, then writes all of it at once.
+
+    Nothing is written before everything is known to fit.
+    """
+
+    def __init__(self) -> None:
+        self._ints: list[Ints] = []
+        self._raws: list[tuple[int, Callable[[Tensor, Bytes], None]]] = []
+
+    def ints(self, column: npt.ArrayLike) -> None:
+        """Append one column of int64."""
+        self._ints.append(np.asarray(column, dtype=_INTS))
+
+    def raw(self, nbytes: int, fill: Callable[[Tensor, Bytes], None]) -> None:
+        """Append a field column; ``fill`` gets its ``nbytes`` bytes as a tensor and as an array."""
+        self._raws.append((nbytes, fill))
+
+    def write(self, out: Tensor, index: Ints, structures: Sequence[bytes], counts: Sequence[int]) -> None:
+        """Write the segment into ``out`` (uint8 ``[segment_bytes]``)."""
+        out = _aligned_view(out, "out")
+        flat: Bytes = out.numpy()
+        head = PREAMBLE.size + align(INDEX.itemsize * len(index))
+        ints_at = head + sum(entry_bytes(len(text)) for text in structures)
+        ints = np.concatenate([*self._ints, np.empty(0, _INTS)])
+        control = ints_at + ints.nbytes
+        end = align(control) + sum(align(nbytes) for nbytes, _ in self._raws)
+        if end > len(flat):
+            raise ValueError(
+                f"the segment needs {end} bytes but out has {len(flat)}: a sample was changed after it was "
+                "measured; measure it again, or do not change samples that the loader still holds"
+            )
+        flat[:ints_at] = 0
+        flat[PREAMBLE.size : PREAMBLE.size + index.size * INDEX.itemsize].view(INDEX)[:] = index
+        at = head
+        for text, count in zip(structures, counts, strict=True):
+            ENTRY.pack_into(flat.data, at, count, len(text))
+            flat[at + ENTRY.size : at + ENTRY.size + len(text)] = np.frombuffer(text, np.uint8)
+            at += entry_bytes(len(text))
+        flat[ints_at:control].view(_INTS)[:] = ints
+        PREAMBLE.pack_into(flat.data, 0, MAGIC, len(flat), len(index), len(structures), ints_at, len(ints), 0)
+        struct.pack_into("<I", flat.data, _CRC_AT, zlib.crc32(flat[:control].data))
+        at = control
+        for nbytes, fill in self._raws:
+            start = align(at)
+            flat[at:start] = 0
+            at = start + nbytes
+            if nbytes:
+                fill(out[start:at], flat[start:at])
+        flat[at:] = 0
+
+
+class Reader:
+    """Hands out the columns of a received segment, checking each against what is there.
+
+    Args:
+        buffer: uint8 ``[n]``, one segment.
+        count: Samples that the plan says are in it.
+
+    Raises:
+        WireFormatError: If the preamble, the CRC or a size is not what it must be.
+    """
+
+    def __init__(self, buffer: Tensor, count: int) -> None:
+        buffer = _aligned_view(buffer, "buffer")
+        if buffer.data_ptr() % 16:
+            buffer = buffer.clone()  # a foreign buffer; ours are aligned
+        self.tensor = buffer
+        self.array: Bytes = buffer.numpy()
+        size = len(self.array)
+        if size < PREAMBLE.size:
+            raise WireFormatError(f"segment of {size} bytes is shorter than its preamble ({PREAMBLE.size})")
+        magic, total, samples, groups, ints_at, ints, crc = PREAMBLE.unpack_from(self.array.data)
+        if magic != MAGIC:
+            raise WireFormatError(f"segment starts with {magic!r} instead of {MAGIC!r}")
+        if (total, samples) != (size, count):
+            raise WireFormatError(
+                f"segment says {samples} samples in {total} bytes; the plan says {count} samples in {size} bytes"
+            )
+        head = PREAMBLE.size + align(INDEX.itemsize * count)
+        control = ints_at + ints * _INTS.itemsize
+        if ints_at % ALIGNMENT or not head <= ints_at <= control <= size or groups > count:
+            raise WireFormatError(
+                f"segment of {size} bytes says {groups} structures and {ints} integers at byte {ints_at}"
+            )
+        zeroed = zlib.crc32(b"\0\0\0\0", zlib.crc32(self.array[:_CRC_AT].data))
+        if zlib.crc32(self.array[_CRC_AT + 4 : control].data, zeroed) != crc:
+            raise WireFormatError("checksum of the segment's control part does not match; it was corrupted")
+        self._groups = int(groups)
+        self._count = count
+        self._entries = (head, int(ints_at))
+        self._ints: Ints = self.array[ints_at:control].view(_INTS)
+        self._at = int(control)
+
+    def structures(self) -> tuple[npt.NDArray[np.uint32], list[tuple[bytes, int]]]:
+        """Structure number of each sample, uint32 ``[count]``; JSON and samples of each structure."""
+        index = self.array[PREAMBLE.size : PREAMBLE.size + INDEX.itemsize * self._count].view(INDEX)
+        at, end = self._entries
+        found: list[tuple[bytes, int]] = []
+        for _ in range(self._groups):
+            if end - at < ENTRY.size:
+                raise WireFormatError(
+                    f"structure {len(found)} of {self._groups} lies outside the control part"
+                )
+            count, length = ENTRY.unpack_from(self.array.data, at)
+            if length > end - at - ENTRY.size:
+                raise WireFormatError(
+                    f"structure {len(found)} says {length} bytes of JSON, {end - at} are left"
+                )
+            found.append((self.array[at + ENTRY.size : at + ENTRY.size + length].tobytes(), int(count)))
+            at += entry_bytes(int(length))
+        if len(index) and int(index.max()) >= self._groups:
+            raise WireFormatError(f"a sample has structure {int(index.max())} of {self._groups}")
+        if [count for _, count in found] != np.bincount(index, minlength=self._groups).tolist():
+            raise WireFormatError("samples per structure do not match the structure numbers of the samples")
+        return index, found
+
+    def ints(self, n: int) -> Ints:
+        """The next ``n`` integers, int64 ``[n]``."""
+        if not 0 <= n <= len(self._ints):
+            raise WireFormatError(f"a column of {n} integers was expected, {len(self._ints)} are left")
+        column, self._ints = self._ints[:n], self._ints[n:]
+        return column
+
+    def lengths(self, n: int) -> Ints:
+        """The next ``n`` integers, none negative nor larger than the segment, nor their sum."""
+        column = self.ints(n)
+        if n and (int(column.min()) < 0 or float(column.sum(dtype=np.float64)) > len(self.array)):
+            raise WireFormatError(f"lengths {column[:8].tolist()}... do not fit {len(self.array)} bytes")
+        return column
+
+    def numels(self, shapes: Ints) -> Ints:
+        """Elements of each shape of int64 ``[ndim, n]``: int64 ``[n]``."""
+        if shapes.size and int(shapes.min()) < 0:
+            raise WireFormatError("a dimension is negative")
+        if float(shapes.prod(axis=0, dtype=np.float64).max(initial=0.0)) >= _HUGE:
+            raise WireFormatError("a shape has more elements than any segment")
+        numels: Ints = shapes.prod(axis=0, dtype=np.int64)
+        if float(numels.sum(dtype=np.float64)) >= _HUGE:
+            raise WireFormatError("shapes have more elements than any segment")
+        return numels
+
+    def raw(self, nbytes: int) -> slice:
+        """Where the next field column of ``nbytes`` bytes lies."""
+        start = align(self._at)
+        if not 0 <= nbytes <= len(self.array) - start:
+            if nbytes == 0:
+                return slice(0, 0)
+            raise WireFormatError(
+                f"a field column of {nbytes} bytes at byte {start} leaves a segment of {len(self.array)} bytes"
+            )
+        self._at = start + nbytes
+        return slice(start, self._at)
+
+    def close(self) -> None:
+        """Check that every integer was used and that nothing but padding is left."""
+        if len(self._ints):
+            raise WireFormatError(f"{len(self._ints)} integers of the segment belong to no field")
