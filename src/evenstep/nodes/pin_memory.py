@@ -1,0 +1,43 @@
+"""Put batches into page-locked memory, from which a device copies without the host waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from torchdata.nodes import BaseNode
+
+from evenstep.device import DeviceLike, Streams, is_accelerator, pin_batch, streams_of
+from evenstep.nodes.stage import Stage
+
+__all__ = ["PinMemory"]
+
+
+class PinMemory(Stage[Any, Any]):
+    """Batches of ``source`` in pinned memory; on the CPU they pass through untouched, at no cost.
+
+    Stands before `HostPrefetch`, whose thread then pays for the copy.
+
+    Args:
+        source: Makes batches.
+        device: The accelerator they will go to; it is made current only while pinning.
+        cpu_fields: Paths of fields that stay on the host (``"labels"``, ``"vision.grid"``): not pinned.
+    """
+
+    def __init__(
+        self, source: BaseNode[Any], device: DeviceLike, *, cpu_fields: Collection[str] = ()
+    ) -> None:
+        super().__init__(source)
+        self._device = device
+        self._cpu_fields = frozenset(cpu_fields)
+        self._streams: Streams | None = None
+
+    def produce(self) -> Any:
+        """The next batch, pinned."""
+        batch = next(self.source)
+        if not is_accelerator(self._device):
+            return batch
+        if self._streams is None:
+            self._streams = streams_of(self._device)
+        with self._streams.bind():
+            return pin_batch(batch, self._cpu_fields)
