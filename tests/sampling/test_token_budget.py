@@ -109,7 +109,8 @@ def test_laws_of_an_epoch(
     if order == "sequential":
         assert seen.tolist() == list(range(len(lengths)))
     for step in steps:
-        assert (step.indices.dtype, step.rows.dtype) == (np.int64, np.int32)
+        assert step.indices.dtype == np.int64
+        assert step.rows.dtype == np.int32
         with_tokens = step.indices[(step.indices >= 0) & (sampler.lengths[step.indices] > 0)]
         filled = loads(sampler, step)
         assert filled.max() <= 20
@@ -185,7 +186,10 @@ def test_lognormal_lengths_fill_the_rows() -> None:
 
 def test_identity_follows_the_lengths() -> None:
     a = TokenBudgetSampler([5, 6, 7], rows_per_step=1, seq_len=10).start()
-    assert a.stream == TokenBudgetSampler(np.array([5, 6, 7]), rows_per_step=1, seq_len=10).start().stream
+    assert (
+        a.stream
+        == TokenBudgetSampler(np.array([5, 6, 7], np.int32), rows_per_step=1, seq_len=10).start().stream
+    )
     assert a.stream != TokenBudgetSampler([5, 6, 8], rows_per_step=1, seq_len=10).start().stream
     assert (a.dataset_size, a.order, a.seed, a.global_batch_size) == (3, "shuffled", 0, 1)
 

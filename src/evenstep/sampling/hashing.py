@@ -14,6 +14,7 @@ _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _MUL_1 = 0xBF58476D1CE4E5B9
 _MUL_2 = 0x94D049BB133111EB
+_CHUNK = 1 << 20
 
 
 def mix64(*words: int) -> int:
@@ -59,15 +60,16 @@ def sample_seed(seed: int, epoch: int, index: int) -> int:
 def stream_digest(parts: Iterable[object]) -> int:
     """8-byte BLAKE2b digest of ``parts``, as an integer; never 0, which means "nothing to digest".
 
-    Arrays count by dtype, shape and bytes, bytes as they are, everything else by its ``repr``.
+    An integer array counts by its values, bytes as they are, everything else by its ``repr``.
     """
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
         if isinstance(part, np.ndarray):
-            digest.update(f"array {part.dtype.str} {part.shape}".encode())
-            data: bytes | memoryview = np.ascontiguousarray(part).data
+            digest.update(f"array {len(part)}".encode())
+            for start in range(0, len(part), _CHUNK):  # a chunk at a time: the array may be a memory map
+                digest.update(np.ascontiguousarray(part[start : start + _CHUNK], dtype="<i8").data)
         else:
             data = part if isinstance(part, bytes) else repr(part).encode()
             digest.update(f"{type(part).__name__} {len(data)}".encode())
-        digest.update(data)
+            digest.update(data)
     return int.from_bytes(digest.digest(), "little") or 1

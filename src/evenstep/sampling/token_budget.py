@@ -194,13 +194,13 @@ class TokenBudgetSampler:
 
 def _checked_lengths(lengths: npt.ArrayLike, seq_len: int, oversized: str) -> npt.NDArray[np.integer[Any]]:
     array = np.asarray(lengths)
+    if array.ndim == 1 and not len(array):
+        raise ValueError("lengths is empty: a sampler needs at least one sample")
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise TypeError(
             f"lengths is {array.dtype} {list(array.shape)}: expected a one-dimensional array of integers, the "
             "tokens of each sample"
         )
-    if not len(array):
-        raise ValueError("lengths is empty: a sampler needs at least one sample")
     if array.min() < 0:
         at = int(array.argmin())
         raise ValueError(f"lengths[{at}] is {int(array[at])}: a sample has 0 or more tokens")
