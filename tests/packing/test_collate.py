@@ -168,13 +168,13 @@ def test_bad_rows_are_told(collate: Any) -> None:
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         collate([make_row([2], 4), make_row([2], 4, extras=False)])
+    lacking = "input_ids" if collate is collate_rows else "input_ids and cu_seqlens"
     message = (
-        "row 0 is a int; without input_ids it cannot be collated; pack with pack_text, or give your own "
+        f"row 0 is keys ['tokens']; without {lacking} it cannot be collated; pack with pack_text, or give your own "
         "collate with your own pack"
     )
-    if collate is collate_rows:
-        with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
-            collate([3])
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+        collate([{"tokens": torch.ones(2)}])
 
 
 def test_padded_rows_need_no_boundaries() -> None:

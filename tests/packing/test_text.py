@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,8 @@ def documents(draw: st.DrawFn, max_samples: int = 5, max_len: int = 6) -> list[d
     made = []
     for n in lengths:
         ids = draw(st.lists(st.integers(1, 99), min_size=n, max_size=n))
-        sample: dict[str, Any] = {"input_ids": draw(st.sampled_from([torch.tensor, np.array, list]))(ids)}
+        kinds: list[Callable[[list[int]], Any]] = [torch.tensor, np.array, list]
+        sample: dict[str, Any] = {"input_ids": draw(st.sampled_from(kinds))(ids)}
         if n == 0:
             sample["input_ids"] = torch.empty(0, dtype=torch.int64)
         if draw(st.booleans()):
@@ -100,7 +102,7 @@ def test_other_fields_go_along(samples: list[dict[str, Any]], spare: int, shifte
         [x for s in kept for x in s["mrope"][axis].tolist()] + [0] * spare for axis in range(3)
     ]
     assert row["embedding"].tolist() == [[2.0] * 7] * total + [[0.0] * 7] * spare
-    weights = []
+    weights: list[float] = []
     for s in kept:
         own = s["loss_weights"].tolist()
         weights += [*own[1:], 0.0] if shifted else own
@@ -269,7 +271,7 @@ def test_bad_row_lengths_are_told(seq_len: Any, error: type[Exception], message:
 
 
 def test_a_row_shares_nothing_with_its_samples() -> None:
-    sample = {
+    sample: dict[str, Any] = {
         "input_ids": torch.tensor([1, 2]),
         "labels": torch.tensor([1, 2]),
         "w": torch.ones(2),
@@ -280,7 +282,7 @@ def test_a_row_shares_nothing_with_its_samples() -> None:
     for value in sample.values():
         if isinstance(value, torch.Tensor):
             value.zero_()
-    sample["meta"]["a"].append(2)  # type: ignore[union-attr]
+    sample["meta"]["a"].append(2)
     assert row["input_ids"].tolist() == [1, 2]
     assert row["labels"].tolist() == [IGNORE, 2]
     assert row["w"].tolist() == [1, 1]

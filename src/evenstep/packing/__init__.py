@@ -1,9 +1,42 @@
-"""From samples to what a model eats: rows, and batches of rows, in the layouts that trainers use."""
+"""From samples to what a model eats: rows, and batches of rows, in the layouts that trainers use.
+
+| file | what it does |
+|---|---|
+| `fields.py` | the rules by which fields are read, cut and padded |
+| `text.py` | documents to a row |
+| `vision.py` | documents with images to a row |
+| `collate.py` | rows to a padded batch |
+| `varlen.py` | rows to one flat sequence |
+| `fused.py` | `text.py` and a collate in one pass |
+| `masks.py` | document ids, masks, the arguments of attention kernels |
+| `policy.py` | samples longer than a row, for any pack |
+"""
 
 from __future__ import annotations
 
 from evenstep.packing.collate import collate_rows
+from evenstep.packing.fused import FusedPack, fused, fused_pack
+from evenstep.packing.masks import block_diagonal_mask, document_ids, document_mask_mod, thd_arguments
+from evenstep.packing.policy import truncate_sample, with_oversized
 from evenstep.packing.text import count_loss_tokens, pack_text, padding_row
 from evenstep.packing.varlen import collate_varlen
+from evenstep.packing.vision import pack_vision, vision_metadata
 
-__all__ = ["collate_rows", "collate_varlen", "count_loss_tokens", "pack_text", "padding_row"]
+__all__ = [
+    "FusedPack",
+    "block_diagonal_mask",
+    "collate_rows",
+    "collate_varlen",
+    "count_loss_tokens",
+    "document_ids",
+    "document_mask_mod",
+    "fused",
+    "fused_pack",
+    "pack_text",
+    "pack_vision",
+    "padding_row",
+    "thd_arguments",
+    "truncate_sample",
+    "vision_metadata",
+    "with_oversized",
+]

@@ -61,7 +61,7 @@ def collate_varlen(
     names = check_rows(rows, boundaries=True)
     lengths = np.concatenate([np.diff(np.asarray(row["cu_seqlens"])) for row in rows]).astype(np.int64)
     padded = -(-lengths // document_multiple_of) * document_multiple_of
-    total = _total(int(padded.sum()), multiple_of, pad_to)
+    total = flat_length(int(padded.sum()), multiple_of, pad_to)
     starts = np.concatenate(([0], np.cumsum(padded)))
     slots = None
     if document_multiple_of > 1:
@@ -84,7 +84,7 @@ def collate_varlen(
     return batch
 
 
-def _total(tokens: int, multiple_of: int, pad_to: int | None) -> int:
+def flat_length(tokens: int, multiple_of: int, pad_to: int | None) -> int:
     """Length of the flat sequence that holds ``tokens`` tokens, at least 1."""
     total = -(-max(tokens, 1) // multiple_of) * multiple_of
     if pad_to is not None:

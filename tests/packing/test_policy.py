@@ -1,0 +1,62 @@
+"""Oversized samples reach any pack as the policy says."""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from evenstep.packing import pack_text, pack_vision, truncate_sample, with_oversized
+
+SAMPLE: dict[str, Any] = {
+    "input_ids": torch.tensor([1, 2, 3, 4]),
+    "labels": [1, 2, 3, 4],
+    "mrope": np.arange(12).reshape(3, 4),
+    "index": 5,
+    "name": "abcd",
+}
+
+
+def own_pack(samples: Any, seq_len: int) -> tuple[list[list[int]], int]:
+    return [list(map(int, s["input_ids"])) for s in samples], seq_len
+
+
+def test_every_field_is_cut_alike() -> None:
+    cut = truncate_sample(SAMPLE, 3)
+    assert cut["input_ids"].tolist() == [1, 2, 3]
+    assert cut["labels"] == [1, 2, 3]
+    assert cut["mrope"].tolist() == [[0, 1, 2], [4, 5, 6], [8, 9, 10]]
+    assert (cut["index"], cut["name"]) == (5, "abcd")
+    assert truncate_sample({"input_ids": [1, 2], "grid": [7, 8]}, 1, token_dims={"grid": None}) == {
+        "input_ids": [1],
+        "grid": [7, 8],
+    }
+
+
+@pytest.mark.parametrize("pack", [pack_text, pack_vision, functools.partial(pack_text, pad_token_id=1)])
+def test_built_in_packs_get_the_option(pack: Any) -> None:
+    assert with_oversized(pack, "truncate")([SAMPLE], 3)["input_ids"].tolist() == [1, 2, 3]
+    assert with_oversized(pack, "single")([SAMPLE], 3)["input_ids"].tolist() == [1, 2, 3, 4]
+    given = functools.partial(pack, oversized="single")
+    assert with_oversized(given, "truncate") is given
+
+
+def test_a_users_pack_gets_what_fits() -> None:
+    assert with_oversized(own_pack, "truncate")([SAMPLE], 3) == ([[1, 2, 3]], 3)
+    assert with_oversized(own_pack, "single")([SAMPLE], 3) == ([[1, 2, 3, 4]], 4)
+    assert with_oversized(own_pack, "single")([SAMPLE], 4) == ([[1, 2, 3, 4]], 4)
+    assert with_oversized(own_pack, "truncate")([SAMPLE, SAMPLE], 8)[1] == 8
+    assert with_oversized(own_pack, "error") is own_pack
+
+
+def test_a_policy_that_is_none_is_told() -> None:
+    message = 'oversized is \'cut\'; use "error", "single" or "truncate"'
+    unknown: Any = "cut"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        with_oversized(own_pack, unknown)
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        pack_text([SAMPLE], 4, oversized=unknown)
