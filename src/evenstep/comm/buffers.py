@@ -46,7 +46,7 @@ class BufferPool:
     torch drops that view when it frees the storage, and its weak reference tells the pool.
 
     Args:
-        max_bytes: The most memory that may wait idle in the pool; what is more is freed, smallest first.
+        max_bytes: The most memory that may wait idle in the pool; what is more is freed, longest idle first.
             Buffers in use are not limited: they belong to their users.
     """
 
@@ -58,7 +58,7 @@ class BufferPool:
         self.max_bytes = max_bytes
         self._lock = threading.Lock()
         self._returned: deque[Tensor] = deque()
-        self._idle: list[tuple[int, int, Tensor]] = []  # capacity, tie-breaker, memory; sorted
+        self._idle: list[tuple[int, int, Tensor]] = []  # capacity, age, memory; sorted
         self._watched: dict[int, weakref.ref[object]] = {}
         self._serial = 0
         self._hits = self._misses = self._dropped = 0
@@ -99,7 +99,7 @@ class BufferPool:
     def _reuse(self, nbytes: int) -> Tensor | None:
         at = bisect_left(self._idle, (nbytes, 0))
         # A much larger buffer is left for a larger request: else small segments would pin the large buffers.
-        if at == len(self._idle) or self._idle[at][0] > max(4 * nbytes, _SMALLEST):
+        if at == len(self._idle) or self._idle[at][0] > max(2 * nbytes, _SMALLEST):
             return None
         capacity, _, memory = self._idle.pop(at)
         self._idle_bytes -= capacity
@@ -120,10 +120,12 @@ class BufferPool:
         pool = weakref.ref(self)
 
         def give_back(_: object) -> None:
-            returned.append(memory)
             watched.pop(serial, None)
             alive = pool()
-            if alive is not None and alive._lock.acquire(blocking=False):
+            if alive is None:
+                return
+            returned.append(memory)
+            if alive._lock.acquire(blocking=False):
                 try:
                     alive._collect()
                 finally:
@@ -141,7 +143,8 @@ class BufferPool:
             insort(self._idle, (capacity, self._serial, memory))
             self._idle_bytes += capacity
         while self._idle_bytes > self.max_bytes:
-            self._idle_bytes -= self._idle.pop(0)[0]
+            oldest = min(range(len(self._idle)), key=lambda at: self._idle[at][1])
+            self._idle_bytes -= self._idle.pop(oldest)[0]
             self._dropped += 1
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
+import inspect
 import sys
 import types
 from functools import lru_cache
@@ -11,6 +13,9 @@ from typing import Any
 from evenstep.errors import WireFormatError
 
 __all__ = ["is_dataclass_type", "is_named_tuple_type", "lookup", "record_fields"]
+
+
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement
 
 
 def is_named_tuple_type(kind: type) -> bool:
@@ -31,11 +36,8 @@ def is_dataclass_type(kind: type) -> bool:
 
 
 def _plain_object(kind: type) -> bool:
-    try:
-        object.__new__(kind)
-    except TypeError:  # abstract, or derived from a built-in type whose value is not in the fields
-        return False
-    return True
+    built_in = [base for base in kind.__mro__ if base is not object and not base.__flags__ & _HEAP_TYPE]
+    return not built_in and not inspect.isabstract(kind) and not isinstance(kind, enum.EnumMeta)
 
 
 @lru_cache(maxsize=1024)

@@ -73,10 +73,16 @@ def segment_bytes(nbytes: npt.ArrayLike, structures: npt.ArrayLike) -> int:
         nbytes: int64 ``[n]``, what `PayloadCodec.measure` returned first for each sample.
         structures: int64 ``[n]``, what it returned second.
     """
-    sizes = np.asarray(nbytes, dtype=np.int64)
+    sizes, keys = np.asarray(nbytes, dtype=np.int64), np.asarray(structures, dtype=np.int64)
     if not len(sizes):
         return 0
-    blocks = int((np.unique(np.asarray(structures, dtype=np.int64)) & ((1 << _BLOCK_BITS) - 1)).sum())
+    if int(sizes.min()) < 0 or int(keys.min()) <= 0 or float(sizes.sum(dtype=np.float64)) >= _HUGE:
+        raise WireFormatError(
+            f"samples of {int(sizes.min())} to {int(sizes.max())} bytes and smallest structure key "
+            f"{int(keys.min())} cannot be: the gathered columns are corrupt"
+        )
+    distinct = keys[:1] if (keys == keys[0]).all() else np.unique(keys)
+    blocks = int((distinct & ((1 << _BLOCK_BITS) - 1)).sum())
     fixed = (_FIXED_BLOCKS + blocks) * ALIGNMENT
     return fixed + align(INDEX.itemsize * len(sizes)) + align(int(sizes.sum()))
 

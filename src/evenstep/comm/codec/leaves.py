@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -43,6 +44,7 @@ TENSOR_DTYPES: dict[torch.dtype, int] = {
     dtype: dtype.itemsize for name in _NAMES if isinstance(dtype := getattr(torch, name, None), torch.dtype)
 }
 ARRAY_KINDS = "biufcmMSU"
+_DTYPE = re.compile(rf"[<>|=][{ARRAY_KINDS}]\d{{1,9}}(\[\d{{0,9}}\w{{1,7}}\])?")
 _BY_NAME = {str(dtype)[6:]: dtype for dtype in TENSOR_DTYPES}
 # Not every kernel knows these types in every supported torch; their bytes travel as integers of the same size.
 _CARRIER = {
@@ -82,7 +84,7 @@ class TensorNode:
 
     @classmethod
     def parse(cls, name: str, ndim: int) -> TensorNode:
-        if name not in _BY_NAME or not 0 <= ndim <= 64:
+        if name not in _BY_NAME or type(ndim) is not int or not 0 <= ndim <= 64:
             raise WireFormatError(f"a tensor of dtype {name!r} and {ndim} dimensions is unknown here")
         return cls(_BY_NAME[name], ndim)
 
@@ -100,22 +102,31 @@ class TensorNode:
         writer.raw(sum(numels) * self.itemsize, lambda out, _: self._fill(values, numels, out))
 
     def _fill(self, values: Sequence[Tensor], numels: list[int], out: Tensor) -> None:
-        carrier = _CARRIER.get(self.dtype, self.dtype)
-        whole = out.view(carrier)
-        if all(
-            t.is_cpu and (t.is_contiguous() if self.ndim != 1 else t.is_contiguous() or True) for t in values
-        ):
-            flats: Sequence[Tensor] = values if self.ndim == 1 else [t.detach().view(-1) for t in values]
-            if carrier is not self.dtype:
-                flats = [t.detach().contiguous().view(carrier) for t in flats]
-            with torch.no_grad():
-                torch.cat(list(flats), out=whole)
-            return
-        whole = out.view(self.dtype)
-        for target, t in zip(torch.unsafe_split_with_sizes(whole, numels), values, strict=True):
-            target.view(t.shape).copy_(t.detach())
+        flats = self._flat(values)
+        with torch.no_grad():
+            if flats is not None:
+                torch.cat(flats, out=out.view(flats[0].dtype))
+                return
+            # Straight into place, one by one: a flat view does not exist, or the data is on a device.
+            places = torch.unsafe_split_with_sizes(out.view(self.dtype), numels)
+            for place, tensor in zip(places, values, strict=True):
+                place.view(tensor.shape).copy_(tensor)
+
+    def _flat(self, values: Sequence[Tensor]) -> list[Tensor] | None:
+        """1-d views that `torch.cat` can gather, or None."""
+        if not all(tensor.is_cpu for tensor in values):
+            return None
+        carrier = _CARRIER.get(self.dtype)
+        if self.ndim == 1 and carrier is None:
+            return list(values)
+        if not all(t.is_contiguous() and not t.is_conj() and not t.is_neg() for t in values):
+            return None
+        flats = values if self.ndim == 1 else [tensor.view(-1) for tensor in values]
+        return list(flats) if carrier is None else [tensor.view(carrier) for tensor in flats]
 
     def decode(self, n: int, reader: Reader) -> list[Any]:
+        if not self.ndim:
+            return list(reader.tensor[reader.raw(n * self.itemsize)].view(self.dtype).unbind(0))
         if self.ndim == 1:
             sizes = reader.lengths(n)
             shapes = sizes[None]
@@ -124,17 +135,14 @@ class TensorNode:
             sizes = reader.numels(shapes)
         where = reader.raw(int(sizes.sum()) * self.itemsize)
         flat = reader.tensor[where].view(self.dtype)
-        if self.ndim and n and (shapes == shapes[:, :1]).all():
-            return list(flat.view(n, *shapes[:, 0].tolist()).unbind(0)) if len(flat) else self._empty(shapes)
-        if not self.ndim:
-            return list(flat.unbind(0))
+        if not len(flat):
+            return [torch.empty(shape, dtype=self.dtype) for shape in shapes.T.tolist()]
+        if (shapes == shapes[:, :1]).all():
+            return list(flat.view(n, *shapes[:, 0].tolist()).unbind(0))
         parts = torch.unsafe_split_with_sizes(flat, sizes.tolist())
         if self.ndim == 1:
             return list(parts)
         return [part.view(shape) for part, shape in zip(parts, shapes.T.tolist(), strict=True)]
-
-    def _empty(self, shapes: Any) -> list[Any]:
-        return [torch.empty(shape, dtype=self.dtype) for shape in shapes.T.tolist()]
 
 
 class ArrayNode:
@@ -148,26 +156,35 @@ class ArrayNode:
 
     @classmethod
     def parse(cls, name: str, ndim: int) -> ArrayNode:
+        if type(ndim) is not int or not 0 <= ndim <= 64:
+            raise WireFormatError(f"an array of {ndim!r} dimensions is unknown here")
         return cls(parse_dtype(name), ndim)
 
     def spec(self) -> Any:
         return ["N", self.dtype.str, self.ndim]
 
     def encode(self, values: Sequence[Any], writer: Writer) -> None:
-        shapes = np.array([a.shape for a in values], dtype=np.int64).reshape(len(values), self.ndim)
-        writer.ints(shapes.T.reshape(-1))
-        numels = shapes.prod(axis=1, dtype=np.int64)
-        writer.raw(int(numels.sum()) * self.dtype.itemsize, lambda _, out: self._fill(values, numels, out))
+        if self.ndim == 1:
+            numels = [len(a) for a in values]
+            writer.ints(numels)
+        else:
+            shapes = np.array([a.shape for a in values], dtype=np.int64).reshape(len(values), self.ndim)
+            writer.ints(shapes.T.reshape(-1))
+            numels = shapes.prod(axis=1).tolist()
+        writer.raw(sum(numels) * self.dtype.itemsize, lambda _, out: self._fill(values, numels, out))
 
-    def _fill(self, values: Sequence[Any], numels: Any, out: Bytes) -> None:
+    def _fill(self, values: Sequence[Any], numels: list[int], out: Bytes) -> None:
         whole = out.view(self.dtype)
         if self.ndim == 1:
             np.concatenate(values, out=whole)
             return
-        for (start, end), a in zip(pairwise([0, *np.cumsum(numels).tolist()]), values, strict=True):
+        for (start, end), a in zip(pairwise([0, *accumulate(numels)]), values, strict=True):
             whole[start:end].reshape(a.shape)[...] = a
 
     def decode(self, n: int, reader: Reader) -> list[Any]:
+        if not self.ndim:
+            column = reader.array[reader.raw(n * self.dtype.itemsize)].view(self.dtype)
+            return [column[at, ...] for at in range(n)]
         shapes = reader.ints(n * self.ndim).reshape(self.ndim, n)
         numels = reader.numels(shapes)
         where = reader.raw(int(numels.sum()) * self.dtype.itemsize)
@@ -182,13 +199,15 @@ class ArrayNode:
 
 def parse_dtype(name: str) -> np.dtype[Any]:
     """The dtype whose ``.str`` is ``name``; only types whose values are their bytes."""
-    try:
-        dtype = np.dtype(name)
-    except (TypeError, ValueError):
-        dtype = np.dtype(object)
-    if dtype.kind not in ARRAY_KINDS or dtype.str != name or not dtype.itemsize or dtype.subdtype:
-        raise WireFormatError(f"NumPy dtype {name!r} is unknown here")
-    return dtype
+    if _DTYPE.fullmatch(name):
+        try:
+            dtype = np.dtype(name)
+        except (TypeError, ValueError):
+            pass
+        else:
+            if dtype.str == name and dtype.itemsize:
+                return dtype
+    raise WireFormatError(f"NumPy dtype {name!r} is unknown here")
 
 
 class ScalarNode:
@@ -204,7 +223,7 @@ class ScalarNode:
 
     def encode(self, values: Sequence[Any], writer: Writer) -> None:
         def fill(_: Tensor, out: Bytes) -> None:
-            out.view(self.dtype)[:] = values
+            out[:] = np.frombuffer(b"".join([value.tobytes() for value in values]), np.uint8)
 
         writer.ints(np.zeros(len(values), np.int64))
         writer.raw(len(values) * self.dtype.itemsize, fill)

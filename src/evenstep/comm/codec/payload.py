@@ -65,24 +65,32 @@ class PayloadCodec:
         numbers: dict[int, int] = {}
         groups: list[_Structure] = []
         members: list[list[Any]] = []
-        index = np.empty(len(samples), np.int64)
-        for at, sample in enumerate(samples):
+        index: list[int] = []
+        last: _Structure | None = None
+        number = 0
+        for sample in samples:
             structure = self._scan(sample)[1]
-            number = numbers.get(structure.key)
-            if number is None:
-                number = numbers[structure.key] = len(groups)
-                groups.append(structure)
-                members.append([])
-            elif groups[number].json != structure.json:
-                raise ValueError(
-                    f"two structures of samples have the same key {structure.key}; rename a field of one of them"
-                )
+            if structure is not last:
+                number = numbers.setdefault(structure.key, len(groups))
+                if number == len(groups):
+                    groups.append(structure)
+                    members.append([])
+                elif groups[number].json != structure.json:
+                    raise ValueError(
+                        f"two structures of samples have the same key {structure.key}; rename a field of one"
+                    )
+                last = structure
             members[number].append(sample)
-            index[at] = number
+            index.append(number)
         writer = frame.Writer()
         for structure, values in zip(groups, members, strict=True):
             structure.node.encode(values, writer)
-        writer.write(out, index, [group.json for group in groups], [len(values) for values in members])
+        writer.write(
+            out,
+            np.array(index, np.int64),
+            [group.json for group in groups],
+            [len(values) for values in members],
+        )
 
     def decode(self, buffer: Tensor, count: int) -> list[Any]:
         """The ``count`` samples of a segment, as writable views into ``buffer`` (uint8 ``[segment_bytes]``).
@@ -98,7 +106,7 @@ class PayloadCodec:
             columns = [parse_structure(text).decode(n, reader) for text, n in structures]
         except WireFormatError:
             raise
-        except (ValueError, RuntimeError, OverflowError) as error:
+        except (ValueError, RuntimeError, OverflowError, TypeError, AttributeError) as error:
             raise WireFormatError(f"segment cannot be decoded: {error}") from error
         reader.close()
         if len(columns) == 1:
@@ -111,8 +119,10 @@ class PayloadCodec:
         try:
             nbytes = scan(sample, signature)
         except (Unsupported, RecursionError):
-            describe(sample)
-            raise
+            nbytes = -1
+        if nbytes < 0:
+            describe(sample)  # names what cannot be sent and where it is
+            raise AssertionError(f"a sample of type {type(sample)} can be described but not sized")
         key = tuple(signature)
         structure = self._structures.get(key)
         if structure is None:

@@ -31,7 +31,8 @@ _SUPPORTED = (
     "list, tuple, NamedTuple and dataclass of these; convert it in the dataset or pass a codec such as PickleCodec"
 )
 _VECTORS = {int: "i", float: "f", bool: "b"}
-_KEY_TYPES = (str, int, bool, float, bytes, type(None))
+_PLAIN_KEYS = {str}
+_KEY_TYPES = {str, int, bool, float, bytes, type(None)}
 _LOW, _HIGH = -(1 << 63), 1 << 63
 
 
@@ -52,19 +53,18 @@ class _Ragged: ...
 
 def scan(value: Any, signature: list[Any]) -> int:
     """Append the signature of ``value`` and return the bytes of its variable part in a segment."""
-    kind = type(value)
-    if kind is Tensor:  # the most frequent kind, in line
-        itemsize = TENSOR_DTYPES.get(value.dtype)
-        if itemsize is None or value.layout is not torch.strided or value.is_meta or value.is_nested:
-            raise Unsupported
-        ndim = value.ndim
-        signature += (Tensor, value.dtype, ndim)
-        nbytes: int = value.numel() * itemsize + 8 * ndim
-        return nbytes
-    handler = _SCANNERS.get(kind)
-    if handler is None:
-        handler = _SCANNERS[kind] = _scanner(kind)
-    return handler(value, signature)
+    return _SCANNERS[type(value)](value, signature)
+
+
+def _scan_tensor(value: Tensor, signature: list[Any]) -> int:
+    dtype = value.dtype
+    itemsize = TENSOR_DTYPES.get(dtype)
+    if itemsize is None or value.layout is not torch.strided or value.is_meta or value.is_nested:
+        raise Unsupported
+    ndim = value.ndim
+    signature += (Tensor, dtype, ndim)
+    nbytes: int = value.numel() * itemsize + 8 * ndim
+    return nbytes
 
 
 def _scan_dict(value: dict[Any, Any], signature: list[Any]) -> int:
@@ -72,14 +72,16 @@ def _scan_dict(value: dict[Any, Any], signature: list[Any]) -> int:
         signature += (dict, 0)
         return 8
     keys: tuple[Any, ...] = tuple(value)
-    if any(type(key) is not str for key in keys):
-        if any(type(key) not in _KEY_TYPES for key in keys):
+    kinds = set(map(type, keys))
+    if kinds != _PLAIN_KEYS:
+        if not kinds <= _KEY_TYPES:
             raise Unsupported
         keys = tuple((type(key), repr(key)) for key in keys)  # 1, True and 1.0 are equal, and NaN is not
     signature += (dict, keys)
     nbytes = 0
+    scanners = _SCANNERS
     for item in value.values():
-        nbytes += scan(item, signature)
+        nbytes += scanners[type(item)](item, signature)
     return nbytes
 
 
@@ -152,38 +154,41 @@ def _scan_record(kind: type, names: tuple[str, ...], value: Any, signature: list
     return sum(scan(item, signature) for item in items) if items else 8
 
 
-def _scan_parameter(value: Tensor, signature: list[Any]) -> int:
-    return scan(value.detach(), signature)
+class _Scanners(dict[type, Callable[[Any, list[Any]], int]]):
+    """The scan function of each type; functions of record classes and NumPy scalars are made when first met."""
+
+    def __missing__(self, kind: Any) -> Callable[[Any, list[Any]], int]:
+        if issubclass(kind, np.generic):
+            scanner = partial(_scan_scalar, kind)
+        else:
+            names = record_fields(kind)
+            if names is None or not is_reachable(kind):
+                raise Unsupported
+            scanner = partial(_scan_record, kind, names)
+        self[kind] = scanner
+        return scanner
 
 
-def _scanner(kind: Any) -> Callable[[Any, list[Any]], int]:
-    if kind is np.memmap:
-        return _scan_array
-    if issubclass(kind, np.generic):
-        return partial(_scan_scalar, kind)
-    if kind is torch.nn.Parameter:
-        return _scan_parameter
-    names = record_fields(kind)
-    if names is None or not is_reachable(kind):
-        raise Unsupported
-    return partial(_scan_record, kind, names)
-
-
-_SCANNERS: dict[type, Callable[[Any, list[Any]], int]] = {
-    dict: _scan_dict,
-    list: partial(_scan_sequence, list),
-    tuple: partial(_scan_sequence, tuple),
-    int: _scan_int,
-    float: partial(_scan_one, float),
-    bool: partial(_scan_one, bool),
-    type(None): partial(_scan_one, type(None)),
-    str: partial(_scan_str, str),
-    np.str_: partial(_scan_str, np.str_),
-    bytes: partial(_scan_sized, bytes),
-    np.bytes_: partial(_scan_sized, np.bytes_),
-    bytearray: partial(_scan_sized, bytearray),
-    np.ndarray: _scan_array,
-}
+_SCANNERS = _Scanners(
+    {
+        Tensor: _scan_tensor,
+        torch.nn.Parameter: _scan_tensor,
+        dict: _scan_dict,
+        list: partial(_scan_sequence, list),
+        tuple: partial(_scan_sequence, tuple),
+        int: _scan_int,
+        float: partial(_scan_one, float),
+        bool: partial(_scan_one, bool),
+        type(None): partial(_scan_one, type(None)),
+        str: partial(_scan_str, str),
+        np.str_: partial(_scan_str, np.str_),
+        bytes: partial(_scan_sized, bytes),
+        np.bytes_: partial(_scan_sized, np.bytes_),
+        bytearray: partial(_scan_sized, bytearray),
+        np.ndarray: _scan_array,
+        np.memmap: _scan_array,
+    }
+)
 _TAGS = {
     float: "f",
     bool: "b",
