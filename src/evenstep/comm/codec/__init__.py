@@ -17,7 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy.typing as npt
 from torch import Tensor
 
-from evenstep.comm.codec.frame import segment_bytes
+from evenstep.comm.codec.layout import segment_bytes
 from evenstep.comm.codec.payload import PayloadCodec
 from evenstep.comm.codec.pickled import PickleCodec
 

@@ -12,16 +12,9 @@ import numpy as np
 
 from evenstep.comm.codec.classes import is_named_tuple_type, lookup
 from evenstep.comm.codec.frame import Reader, Writer
-from evenstep.comm.codec.leaves import (
-    BLOBS,
-    ArrayNode,
-    BlobNode,
-    IntNode,
-    Node,
-    ScalarNode,
-    TensorNode,
-    parse_dtype,
-)
+from evenstep.comm.codec.leaves import ArrayNode, TensorNode, parse_dtype
+from evenstep.comm.codec.nodes import Node
+from evenstep.comm.codec.values import BLOBS, BlobNode, IntNode, ScalarNode
 from evenstep.errors import WireFormatError
 
 __all__ = ["MAX_DEPTH", "parse_structure", "structure_json"]

@@ -1,11 +1,11 @@
-"""Leaves of a sample as field columns: how each kind of value is written and read for many samples at once."""
+"""Tensors and NumPy arrays as field columns: one gather to write, one split to read."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,34 +14,17 @@ from torch import Tensor
 from evenstep.comm.codec.frame import Bytes, Reader, Writer
 from evenstep.errors import WireFormatError
 
-__all__ = ["ARRAY_KINDS", "TENSOR_DTYPES", "Node"]
+__all__ = ["ARRAY_KINDS", "TENSOR_DTYPES", "parse_dtype"]
 
 # Itemsize by dtype; quantised and sub-byte types have no bytes of their own.
-_NAMES = [
-    "bool",
-    "uint8",
-    "int8",
-    "uint16",
-    "int16",
-    "uint32",
-    "int32",
-    "uint64",
-    "int64",
-    "float16",
-    "bfloat16",
-    "float32",
-    "float64",
-    "complex32",
-    "complex64",
-    "complex128",
-    "float8_e4m3fn",
-    "float8_e4m3fnuz",
-    "float8_e5m2",
-    "float8_e5m2fnuz",
-    "float8_e8m0fnu",
-]
+_NAMES = (
+    "bool uint8 int8 uint16 int16 uint32 int32 uint64 int64 float16 bfloat16 float32 float64 complex32 complex64 "
+    "complex128 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu"
+)
 TENSOR_DTYPES: dict[torch.dtype, int] = {
-    dtype: dtype.itemsize for name in _NAMES if isinstance(dtype := getattr(torch, name, None), torch.dtype)
+    dtype: dtype.itemsize
+    for name in _NAMES.split()
+    if isinstance(dtype := getattr(torch, name, None), torch.dtype)
 }
 ARRAY_KINDS = "biufcmMSU"
 _DTYPE = re.compile(rf"[<>|=][{ARRAY_KINDS}]\d{{1,9}}(\[\d{{0,9}}\w{{1,7}}\])?")
@@ -54,22 +37,17 @@ _CARRIER = {
 }
 
 
-class Node(Protocol):
-    """One place in the structure of a sample.
-
-    ``columns`` counts the field columns that it and its children add to a segment.
-    """
-
-    columns: int
-
-    def spec(self) -> Any:
-        """The node as JSON-able lists."""
-
-    def encode(self, values: Sequence[Any], writer: Writer) -> None:
-        """Write this place of every sample."""
-
-    def decode(self, n: int, reader: Reader) -> list[Any]:
-        """Read this place of ``n`` samples."""
+def parse_dtype(name: str) -> np.dtype[Any]:
+    """The dtype whose ``.str`` is ``name``; only types whose values are their bytes."""
+    if _DTYPE.fullmatch(name):
+        try:
+            dtype = np.dtype(name)
+        except (TypeError, ValueError):
+            pass
+        else:
+            if dtype.str == name and dtype.itemsize:
+                return dtype
+    raise WireFormatError(f"NumPy dtype {name!r} is unknown here")
 
 
 class TensorNode:
@@ -114,7 +92,7 @@ class TensorNode:
 
     def _flat(self, values: Sequence[Tensor]) -> list[Tensor] | None:
         """1-d views that `torch.cat` can gather, or None."""
-        if not all(tensor.is_cpu for tensor in values):
+        if False in [tensor.is_cpu for tensor in values]:
             return None
         carrier = _CARRIER.get(self.dtype)
         if self.ndim == 1 and carrier is None:
@@ -125,23 +103,22 @@ class TensorNode:
         return list(flats) if carrier is None else [tensor.view(carrier) for tensor in flats]
 
     def decode(self, n: int, reader: Reader) -> list[Any]:
-        if not self.ndim:
-            return list(reader.tensor[reader.raw(n * self.itemsize)].view(self.dtype).unbind(0))
         if self.ndim == 1:
+            shapes = None
             sizes = reader.lengths(n)
-            shapes = sizes[None]
-        else:
+        elif self.ndim:
             shapes = reader.ints(n * self.ndim).reshape(self.ndim, n)
             sizes = reader.numels(shapes)
-        where = reader.raw(int(sizes.sum()) * self.itemsize)
+        else:
+            where = reader.raw(n * self.itemsize)  # before anything is allocated for n samples
+            shapes, sizes = np.empty((0, n), np.int64), np.ones(n, np.int64)
+        if self.ndim:
+            where = reader.raw(int(sizes.sum()) * self.itemsize)
         flat = reader.tensor[where].view(self.dtype)
-        if not len(flat):
-            return [torch.empty(shape, dtype=self.dtype) for shape in shapes.T.tolist()]
-        if (shapes == shapes[:, :1]).all():
-            return list(flat.view(n, *shapes[:, 0].tolist()).unbind(0))
-        parts = torch.unsafe_split_with_sizes(flat, sizes.tolist())
-        if self.ndim == 1:
-            return list(parts)
+        # Autograd does not relate parts of an unsafe split: samples can be changed in place one by one.
+        parts = list(torch.unsafe_split_with_sizes(flat, sizes.tolist()))
+        if shapes is None:
+            return parts
         return [part.view(shape) for part, shape in zip(parts, shapes.T.tolist(), strict=True)]
 
 
@@ -187,166 +164,8 @@ class ArrayNode:
             return [column[at, ...] for at in range(n)]
         shapes = reader.ints(n * self.ndim).reshape(self.ndim, n)
         numels = reader.numels(shapes)
-        where = reader.raw(int(numels.sum()) * self.dtype.itemsize)
-        if where.start == where.stop:
-            return [np.empty(shape, self.dtype) for shape in shapes.T.tolist()]
-        flat = reader.array[where].view(self.dtype)
+        flat = reader.array[reader.raw(int(numels.sum()) * self.dtype.itemsize)].view(self.dtype)
         parts = [flat[start:end] for start, end in pairwise([0, *np.cumsum(numels).tolist()])]
         if self.ndim == 1:
             return parts
         return [part.reshape(shape) for part, shape in zip(parts, shapes.T.tolist(), strict=True)]
-
-
-def parse_dtype(name: str) -> np.dtype[Any]:
-    """The dtype whose ``.str`` is ``name``; only types whose values are their bytes."""
-    if _DTYPE.fullmatch(name):
-        try:
-            dtype = np.dtype(name)
-        except (TypeError, ValueError):
-            pass
-        else:
-            if dtype.str == name and dtype.itemsize:
-                return dtype
-    raise WireFormatError(f"NumPy dtype {name!r} is unknown here")
-
-
-class ScalarNode:
-    """NumPy scalars of one dtype."""
-
-    columns = 1
-
-    def __init__(self, dtype: np.dtype[Any]) -> None:
-        self.dtype = dtype
-
-    def spec(self) -> Any:
-        return ["G", self.dtype.str]
-
-    def encode(self, values: Sequence[Any], writer: Writer) -> None:
-        def fill(_: Tensor, out: Bytes) -> None:
-            out[:] = np.frombuffer(b"".join([value.tobytes() for value in values]), np.uint8)
-
-        writer.ints(np.zeros(len(values), np.int64))
-        writer.raw(len(values) * self.dtype.itemsize, fill)
-
-    def decode(self, n: int, reader: Reader) -> list[Any]:
-        _expect_zeros(reader.ints(n))
-        where = reader.raw(n * self.dtype.itemsize)
-        return list(reader.array[where].view(self.dtype).copy()) if n else []
-
-
-class BlobNode:
-    """Values of one type that are a run of bytes each: text, bytes, integers beyond 64 bits, number lists."""
-
-    columns = 1
-
-    def __init__(self, tag: str) -> None:
-        self.tag = tag
-        self.to_bytes, self.from_bytes = BLOBS[tag]
-
-    def spec(self) -> Any:
-        return [self.tag]
-
-    def encode(self, values: Sequence[Any], writer: Writer) -> None:
-        parts = [self.to_bytes(value) for value in values]
-        writer.ints([len(part) for part in parts])
-
-        def fill(_: Tensor, out: Bytes) -> None:
-            out[:] = np.frombuffer(b"".join(parts), np.uint8)
-
-        writer.raw(sum(map(len, parts)), fill)
-
-    def decode(self, n: int, reader: Reader) -> list[Any]:
-        lengths = reader.lengths(n)
-        memory = reader.array[reader.raw(int(lengths.sum()))].data
-        read = self.from_bytes
-        try:
-            return [read(memory[a:b]) for a, b in pairwise([0, *np.cumsum(lengths).tolist()])]
-        except ValueError as error:
-            raise WireFormatError(f"a value of kind {self.tag!r} cannot be read: {error}") from None
-
-
-class IntNode:
-    """Values that fit one int64 each: int, float (by its bits), bool, and None and empty containers (0).
-
-    Even None takes 8 bytes: what is allocated on receipt is then bounded by what was received.
-    """
-
-    columns = 0
-
-    def __init__(self, tag: str) -> None:
-        self.tag = tag
-
-    def spec(self) -> Any:
-        return [self.tag]
-
-    def encode(self, values: Sequence[Any], writer: Writer) -> None:
-        if self.tag == "f":
-            writer.ints(np.array(values, np.float64).view(np.int64))
-        elif self.tag in "ib":
-            writer.ints(np.array(values, np.int64))
-        else:
-            writer.ints(np.zeros(len(values), np.int64))
-
-    def decode(self, n: int, reader: Reader) -> list[Any]:
-        column = reader.ints(n)
-        if self.tag == "i":
-            return list(column.tolist())
-        if self.tag == "f":
-            return list(column.view(np.float64).tolist())
-        if self.tag == "b":
-            if n and not 0 <= int(column.min()) <= int(column.max()) <= 1:
-                raise WireFormatError("a bool is neither 0 nor 1")
-            return list(column.astype(bool).tolist())
-        _expect_zeros(column)
-        make = EMPTY[self.tag]
-        return [make() for _ in range(n)]
-
-
-EMPTY: dict[str, Callable[[], Any]] = {"n": lambda: None, "[": list, "(": tuple, "{": dict}
-
-
-def _expect_zeros(column: Any) -> None:
-    if column.any():
-        raise WireFormatError("a place holder of the segment is not zero")
-
-
-def big_int_bytes(value: int) -> int:
-    """Bytes of the two's complement of an integer."""
-    return value.bit_length() // 8 + 1
-
-
-def _numbers(dtype: Any, container: Any) -> tuple[Callable[[Any], bytes], Callable[[memoryview], Any]]:
-    def read(data: memoryview) -> Any:
-        values = np.frombuffer(data, dtype) if len(data) else np.empty(0, dtype)
-        return container(values.tolist())
-
-    return (lambda values: np.array(values, dtype).tobytes()), read
-
-
-def _read_bools(container: Any) -> Callable[[memoryview], Any]:
-    def read(data: memoryview) -> Any:
-        values = np.frombuffer(data, np.uint8)
-        if len(values) and int(values.max()) > 1:
-            raise ValueError("a bool is neither 0 nor 1")
-        return container(values.astype(bool).tolist())
-
-    return read
-
-
-BLOBS: dict[str, tuple[Callable[[Any], bytes], Callable[[memoryview], Any]]] = {
-    "s": (lambda v: v.encode("utf-8", "surrogatepass"), lambda m: str(m, "utf-8", "surrogatepass")),
-    "ns": (lambda v: v.encode("utf-8", "surrogatepass"), lambda m: np.str_(str(m, "utf-8", "surrogatepass"))),
-    "y": (lambda v: v, bytes),
-    "ny": (bytes, lambda m: np.bytes_(bytes(m))),
-    "ya": (bytes, bytearray),
-    "I": (
-        lambda v: v.to_bytes(big_int_bytes(v), "little", signed=True),
-        lambda m: int.from_bytes(m, "little", signed=True),
-    ),
-    "li": _numbers("<i8", list),
-    "lf": _numbers("<f8", list),
-    "lb": (bytes, _read_bools(list)),
-    "ti": _numbers("<i8", tuple),
-    "tf": _numbers("<f8", tuple),
-    "tb": (bytes, _read_bools(tuple)),
-}

@@ -10,10 +10,11 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from evenstep.comm.codec import frame
+from evenstep.comm.codec import frame, layout
 from evenstep.comm.codec.containers import parse_structure, structure_json
-from evenstep.comm.codec.leaves import Node
-from evenstep.comm.codec.structure import Unsupported, describe, scan
+from evenstep.comm.codec.describe import describe
+from evenstep.comm.codec.nodes import Node
+from evenstep.comm.codec.scan import Unsupported, scan
 from evenstep.errors import WireFormatError
 
 __all__ = ["PayloadCodec"]
@@ -50,8 +51,8 @@ class PayloadCodec:
         return nbytes, structure.key
 
     def segment_bytes(self, nbytes: npt.ArrayLike, structures: npt.ArrayLike) -> int:
-        """Bytes of the segment that holds samples; see `frame.segment_bytes`."""
-        return frame.segment_bytes(nbytes, structures)
+        """Bytes of the segment that holds samples; see `layout.segment_bytes`."""
+        return layout.segment_bytes(nbytes, structures)
 
     def encode(self, samples: Sequence[Any], out: Tensor) -> None:
         """Write ``samples`` into ``out`` (uint8 ``[segment_bytes]``, contiguous, CPU).
@@ -133,7 +134,7 @@ class PayloadCodec:
         node = describe(sample)
         text = structure_json(node)
         digest = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
-        structure = _Structure(node, text, frame.structure_key(digest, len(text), node.columns))
+        structure = _Structure(node, text, layout.structure_key(digest, len(text), node.columns))
         if len(self._structures) >= _CACHED_SIGNATURES:
             self._structures.clear()  # samples hardly share structures; do not grow without bound
         self._structures[key] = structure

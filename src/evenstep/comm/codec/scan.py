@@ -1,0 +1,182 @@
+"""The signature and the size of a sample, found when it is read: the fast path of `PayloadCodec.measure`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from evenstep.comm.codec.classes import is_reachable, record_fields
+from evenstep.comm.codec.leaves import ARRAY_KINDS, TENSOR_DTYPES
+from evenstep.comm.codec.values import big_int_bytes
+
+__all__ = ["KEY_TYPES", "VECTORS", "Unsupported", "fits_int64", "scan"]
+
+VECTORS = {int: "i", float: "f", bool: "b"}
+_PLAIN_KEYS = {str}
+KEY_TYPES = {str, int, bool, float, bytes, type(None)}
+_LOW, _HIGH = -(1 << 63), 1 << 63
+
+
+def fits_int64(value: int) -> bool:
+    """Whether an integer travels as one int64; others travel as bytes."""
+    return _LOW <= value < _HIGH
+
+
+class Unsupported(Exception):  # noqa: N818 - never leaves the codec
+    """A value that cannot be sent; `describe` then says where it is."""
+
+
+# Markers in signatures. Every value's part of a signature starts with its type, so that no two kinds of
+# sample have equal signatures.
+class _Big: ...
+
+
+class _Vector: ...
+
+
+class _Ragged: ...
+
+
+def scan(value: Any, signature: list[Any]) -> int:
+    """Append the signature of ``value`` and return the bytes of its variable part in a segment."""
+    return _SCANNERS[type(value)](value, signature)
+
+
+def _scan_tensor(value: Tensor, signature: list[Any]) -> int:
+    dtype = value.dtype
+    itemsize = TENSOR_DTYPES.get(dtype)
+    if itemsize is None or value.layout is not torch.strided or value.is_meta or value.is_nested:
+        raise Unsupported
+    ndim = value.ndim
+    signature += (Tensor, dtype, ndim)
+    nbytes: int = value.numel() * itemsize + 8 * ndim
+    return nbytes
+
+
+def _scan_dict(value: dict[Any, Any], signature: list[Any]) -> int:
+    if not value:
+        signature += (dict, 0)
+        return 8
+    keys: tuple[Any, ...] = tuple(value)
+    kinds = set(map(type, keys))
+    if kinds != _PLAIN_KEYS:
+        if not kinds <= KEY_TYPES:
+            raise Unsupported
+        keys = tuple((type(key), repr(key)) for key in keys)  # 1, True and 1.0 are equal, and NaN is not
+    signature += (dict, keys)
+    nbytes = 0
+    scanners = _SCANNERS
+    for item in value.values():
+        nbytes += scanners[type(item)](item, signature)
+    return nbytes
+
+
+def _scan_sequence(kind: type, value: Any, signature: list[Any]) -> int:
+    if not value:
+        signature += (kind, 0)
+        return 8
+    kinds = set(map(type, value))
+    if len(kinds) == 1:
+        (only,) = kinds
+        if only in VECTORS and (only is not int or (fits_int64(min(value)) and fits_int64(max(value)))):
+            signature += (kind, _Vector, only)
+            return 8 + len(value) * (1 if only is bool else 8)
+        first: list[Any] = []
+        nbytes = 8 + scan(value[0], first)
+        rest: list[list[Any]] = [[] for _ in value[1:]]
+        nbytes += sum(map(scan, value[1:], rest))
+        if all(other == first for other in rest):
+            signature += (kind, _Ragged, *first)
+            return nbytes
+    signature += (kind, len(value))
+    return sum(scan(item, signature) for item in value)
+
+
+def _scan_int(value: int, signature: list[Any]) -> int:
+    if fits_int64(value):
+        signature.append(int)
+        return 8
+    signature += (int, _Big)
+    return 8 + big_int_bytes(value)
+
+
+def _scan_str(kind: type, value: str, signature: list[Any]) -> int:
+    signature.append(kind)
+    return 8 + (len(value) if value.isascii() else len(value.encode("utf-8", "surrogatepass")))
+
+
+def _scan_sized(kind: type, value: Any, signature: list[Any]) -> int:
+    signature.append(kind)
+    return 8 + len(value)
+
+
+def _scan_one(kind: type, _: Any, signature: list[Any]) -> int:
+    signature.append(kind)
+    return 8
+
+
+def _scan_array(value: np.ndarray[Any, Any], signature: list[Any]) -> int:
+    dtype = value.dtype
+    if dtype.kind not in ARRAY_KINDS or not dtype.itemsize:
+        raise Unsupported
+    signature += (np.ndarray, dtype, value.ndim)
+    return value.nbytes + 8 * value.ndim
+
+
+def _scan_scalar(kind: type, value: Any, signature: list[Any]) -> int:
+    dtype = value.dtype
+    if dtype.kind not in ARRAY_KINDS:
+        raise Unsupported
+    signature += (kind, dtype)
+    return int(dtype.itemsize)
+
+
+def _scan_record(kind: type, names: tuple[str, ...], value: Any, signature: list[Any]) -> int:
+    signature.append(kind)
+    try:
+        items = tuple(value) if issubclass(kind, tuple) else [getattr(value, name) for name in names]
+    except AttributeError:
+        raise Unsupported from None
+    return sum(scan(item, signature) for item in items) if items else 8
+
+
+class _Scanners(dict[type, Callable[[Any, list[Any]], int]]):
+    """The scan function of each type; functions of record classes and NumPy scalars are made when first met."""
+
+    def __missing__(self, kind: Any) -> Callable[[Any, list[Any]], int]:
+        if issubclass(kind, np.generic):
+            scanner = partial(_scan_scalar, kind)
+        else:
+            names = record_fields(kind)
+            if names is None or not is_reachable(kind):
+                raise Unsupported
+            scanner = partial(_scan_record, kind, names)
+        self[kind] = scanner
+        return scanner
+
+
+_SCANNERS = _Scanners(
+    {
+        Tensor: _scan_tensor,
+        torch.nn.Parameter: _scan_tensor,
+        dict: _scan_dict,
+        list: partial(_scan_sequence, list),
+        tuple: partial(_scan_sequence, tuple),
+        int: _scan_int,
+        float: partial(_scan_one, float),
+        bool: partial(_scan_one, bool),
+        type(None): partial(_scan_one, type(None)),
+        str: partial(_scan_str, str),
+        np.str_: partial(_scan_str, np.str_),
+        bytes: partial(_scan_sized, bytes),
+        np.bytes_: partial(_scan_sized, np.bytes_),
+        bytearray: partial(_scan_sized, bytearray),
+        np.ndarray: _scan_array,
+        np.memmap: _scan_array,
+    }
+)
