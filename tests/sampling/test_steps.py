@@ -146,22 +146,22 @@ def test_custom_order() -> None:
         (
             {"num_samples": 0},
             ValueError,
-            "num_samples is 0: expected at least 1 of samples",
+            "num_samples is 0: expected 1 or more samples",
         ),
         (
             {"num_samples": 3.0},
             TypeError,
-            "num_samples is 3.0 (float): expected a number of samples, an integer",
+            "num_samples is 3.0 (float): expected an integer, the number of samples",
         ),
         (
             {"global_batch_size": True},
             TypeError,
-            "global_batch_size is True (bool): expected a number of samples per optimizer step, an integer",
+            "global_batch_size is True (bool): expected an integer, the number of samples per optimizer step",
         ),
         (
             {"global_batch_size": -4},
             ValueError,
-            "global_batch_size is -4: expected at least 1 of samples per optimizer step",
+            "global_batch_size is -4: expected 1 or more samples per optimizer step",
         ),
         ({"seed": -1}, ValueError, "seed is -1: expected an integer in [0, 2**64)"),
         ({"seed": "0"}, TypeError, "seed is '0' (str): expected an integer in [0, 2**64)"),

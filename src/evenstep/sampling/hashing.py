@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from fractions import Fraction
 
 import numpy as np
 import numpy.typing as npt
@@ -57,19 +57,35 @@ def sample_seed(seed: int, epoch: int, index: int) -> int:
     return mix64(seed, epoch, index)
 
 
-def stream_digest(parts: Iterable[object]) -> int:
+def stream_digest(*parts: object) -> int:
     """8-byte BLAKE2b digest of ``parts``, as an integer; never 0, which means "nothing to digest".
 
-    An integer array counts by its values, bytes as they are, everything else by its ``repr``.
+    Args:
+        parts: Plain values (str, bytes, int, float, Fraction, bool, None), integer arrays, which count by
+            their values alone, and tuples or lists of these.
+
+    Raises:
+        TypeError: A part is of another type: its text might not be the same in the next process.
     """
     digest = hashlib.blake2b(digest_size=8)
-    for part in parts:
-        if isinstance(part, np.ndarray):
-            digest.update(f"array {len(part)}".encode())
-            for start in range(0, len(part), _CHUNK):  # a chunk at a time: the array may be a memory map
-                digest.update(np.ascontiguousarray(part[start : start + _CHUNK], dtype="<i8").data)
-        else:
-            data = part if isinstance(part, bytes) else repr(part).encode()
-            digest.update(f"{type(part).__name__} {len(data)}".encode())
-            digest.update(data)
+    _update(digest, parts)
     return int.from_bytes(digest.digest(), "little") or 1
+
+
+def _update(digest: hashlib.blake2b, part: object) -> None:
+    if isinstance(part, (tuple, list)):
+        digest.update(f"sequence {len(part)};".encode())
+        for inner in part:
+            _update(digest, inner)
+    elif isinstance(part, np.ndarray) and part.dtype.kind in "iu" and part.ndim == 1:
+        digest.update(f"integers {len(part)};".encode())
+        for start in range(0, len(part), _CHUNK):  # a chunk at a time: the array may be a memory map
+            digest.update(np.ascontiguousarray(part[start : start + _CHUNK], dtype="<i8").data)
+    elif part is None or isinstance(part, (str, bytes, bool, int, float, Fraction)):
+        text = repr(part).encode()
+        digest.update(f"{type(part).__name__} {len(text)};".encode() + text)
+    else:
+        raise TypeError(
+            f"the identity of a stream holds a {type(part).__name__}: expected plain values, integer arrays or "
+            "tuples of these, which are the same in every process"
+        )

@@ -73,7 +73,7 @@ def resolve_order(order: str | Order, size: int, seed: int) -> tuple[str, Order]
 def order_digest(order: Order) -> int:
     """The cursor's ``stream`` of a custom order: a digest of its ``identity``, or 0 without one."""
     identity: Any = getattr(order, "identity", None)
-    return 0 if identity is None else stream_digest(("order", identity))
+    return 0 if identity is None else stream_digest("order", identity)
 
 
 def checked_indices(order: Order, epoch: int, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -98,10 +98,10 @@ def check_count(name: str, value: int, unit: str) -> None:
     """Refuse what is no positive integer."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise TypeError(
-            f"{name} is {value!r} ({type(value).__name__}): expected a number of {unit}, an integer"
+            f"{name} is {value!r} ({type(value).__name__}): expected an integer, the number of {unit}"
         )
     if value < 1:
-        raise ValueError(f"{name} is {value}: expected at least 1 of {unit}")
+        raise ValueError(f"{name} is {value}: expected 1 or more {unit}")
 
 
 def check_seed(seed: int) -> None:

@@ -94,10 +94,12 @@ class StepSampler:
                 "remainder='drop' would leave no step at all; make the step smaller, or use 'wrap' or 'pad'"
             )
         self.num_samples = int(num_samples)
+        self.dataset_size = self.num_samples
         self.global_batch_size = int(global_batch_size)
         self.seed = int(seed)
         self.remainder = remainder
         self.order, self._order = resolve_order(order, self.num_samples, self.seed)
+        self._stream = order_digest(self._order)
 
     @property
     def rows_per_step(self) -> int:
@@ -108,10 +110,10 @@ class StepSampler:
         """The beginning of epoch 0, with the identity of this stream."""
         return Cursor(
             global_batch_size=self.global_batch_size,
-            dataset_size=self.num_samples,
+            dataset_size=self.dataset_size,
             order=self.order,
             seed=self.seed,
-            stream=order_digest(self._order),
+            stream=self._stream,
         )
 
     def step_at(self, cursor: Cursor) -> Step | None:

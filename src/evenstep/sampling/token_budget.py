@@ -98,7 +98,7 @@ class TokenBudgetSampler:
             dataset_size=self.num_samples,
             order=self.order,
             seed=self.seed,
-            stream=stream_digest(("token budget", self.lengths, order_digest(self._order))),
+            stream=stream_digest("token budget", self.lengths, order_digest(self._order)),
         )
         mean = float(np.minimum(self.lengths, seq_len).mean())
         self._guess = int(1.1 * rows_per_step * seq_len / mean) + 16
