@@ -1,6 +1,7 @@
 """Where each sample of a window goes: pure functions on NumPy arrays, no I/O, no clock, no random state."""
 
 from evenstep.errors import Infeasible
+from evenstep.plan.accumulation import reference_layout
 from evenstep.plan.constraints import PackingConstraints
 from evenstep.plan.metrics import (
     efficiency,
@@ -13,7 +14,7 @@ from evenstep.plan.metrics import (
 )
 from evenstep.plan.objective import Objective
 from evenstep.plan.plan import Decision, Plan
-from evenstep.plan.planner import Algorithm, lower_bound, plan_window, reference_layout
+from evenstep.plan.planner import Algorithm, lower_bound, plan_window
 
 __all__ = [
     "Algorithm",

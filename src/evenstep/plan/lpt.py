@@ -1,4 +1,4 @@
-"""Longest first onto the least-loaded row that can take it: the classic, with hard limits."""
+"""Longest first onto the least-loaded slot that can take it: the classic, with hard limits."""
 
 from __future__ import annotations
 
@@ -10,101 +10,124 @@ from evenstep.plan.problem import Int, Problem
 
 __all__ = ["lpt"]
 
-_MAX_SKIPS = 8  # full rows to look past, on average, before loads are scanned as an array instead
+_MAX_SKIPS = 8  # full slots to look past, on average, before loads are scanned as an array instead
+_NEVER = np.iinfo(np.int64).max
 
 
-def lpt(problem: Problem, order: Int) -> tuple[Int, list[int]]:
-    """Put samples, in ``order``, onto the least-loaded slot with room.
+def lpt(problem: Problem, order: Int, row: Int, first_slot: int = 0) -> None:
+    """Put samples, in ``order``, onto the least-loaded slot with room among the empty ones from ``first_slot``.
 
     Args:
         problem: The window.
         order: Sample positions, the costliest first.
-
-    Returns:
-        The row of each sample, int64 ``[n]``, -1 for those that fitted nowhere, and the list of these.
+        row: Row of each sample, int64 ``[n]``, filled in; stays -1 for samples that fit nowhere.
+        first_slot: Earlier slots are left alone.
     """
-    if problem.rows == 1 and len(problem.limits) == 1:
-        return _one_limit(problem, order)
-    return _general(problem, order)
+    if len(problem.limits) > 1 or problem.rows > 64:
+        _scan(problem, order, row, 0, first_slot)
+        return
+    placed, stopped = (_heap_rows if problem.rows == 1 else _heap_slots)(problem, order, first_slot)
+    row[order] = np.array(placed, dtype=np.int64)
+    if stopped < len(order):
+        _scan(problem, order, row, stopped, first_slot)
 
 
-def _one_limit(problem: Problem, order: Int) -> tuple[Int, list[int]]:
-    size, cap = problem.num_rows, int(problem.limits[0])
-    tokens = problem.weights[0][order].tolist()
-    work = problem.work[order].tolist()
-    smallest = np.minimum.accumulate(problem.weights[0][order][::-1])[::-1].tolist()
-    heap = [(0, index) for index in range(size)]
-    free = [cap] * size
+def _heap_rows(problem: Problem, order: Int, first: int) -> tuple[list[int], int]:
+    """One row per slot: (rows in ``order``, where patience ended)."""
+    column = problem.weights[0][order]
+    tokens, work = column.tolist(), problem.work[order].tolist()
+    smallest = np.minimum.accumulate(column[::-1])[::-1].tolist()
+    heap = [(0, index) for index in range(first, problem.slots)]
+    free = [int(problem.limits[0])] * problem.slots
     placed = [-1] * len(tokens)
     skipped: list[tuple[int, int]] = []
-    patience = _MAX_SKIPS * (len(tokens) + size)
-    for position, (need, cost) in enumerate(zip(tokens, work)):  # noqa: B905 - strict costs time here
+    patience = _MAX_SKIPS * (len(tokens) + len(heap))
+    for position, need in enumerate(tokens):
         while heap:
-            load, row = heap[0]
-            left = free[row] - need
+            load, slot = heap[0]
+            left = free[slot] - need
             if left >= 0:
-                free[row] = left
-                placed[position] = row
-                heapreplace(heap, (load + cost, row))
+                free[slot] = left
+                placed[position] = slot
+                heapreplace(heap, (load + work[position], slot))
                 break
-            entry = heappop(heap)
-            if free[row] >= smallest[position]:
-                skipped.append(entry)
+            heappop(heap)
+            if free[slot] >= smallest[position]:
+                skipped.append((load, slot))
         if skipped:
             patience -= len(skipped)
-            if len(skipped) * 4 > len(heap):
-                heap += skipped
-                heapify(heap)
-            else:
-                for entry in skipped:
-                    heappush(heap, entry)
-            skipped.clear()
+            _push_back(heap, skipped)
             if patience < 0:
-                return _finish(problem, order, placed, position + 1)
-    return _result(order, placed)
+                return placed, position + 1
+    return placed, len(tokens)
 
 
-def _finish(problem: Problem, order: Int, placed: list[int], start: int) -> tuple[Int, list[int]]:
-    """Where few rows have room, one array scan per sample beats looking past full rows one by one."""
-    row, _ = _result(order, placed)
-    return _scan(problem, order, row, start)
+def _heap_slots(problem: Problem, order: Int, first: int) -> tuple[list[int], int]:
+    """Several rows per slot; the fullest row that can take the sample keeps the others open for long ones."""
+    column = problem.weights[0][order]
+    tokens, work = column.tolist(), problem.work[order].tolist()
+    smallest = np.minimum.accumulate(column[::-1])[::-1].tolist()
+    rows, cap = problem.rows, int(problem.limits[0])
+    heap = [(0, index) for index in range(first, problem.slots)]
+    free = [[cap] * rows for _ in range(problem.slots)]
+    placed = [-1] * len(tokens)
+    skipped: list[tuple[int, int]] = []
+    patience = _MAX_SKIPS * (len(tokens) + len(heap))
+    for position, need in enumerate(tokens):
+        while heap:
+            load, slot = heap[0]
+            left = free[slot]
+            fitting = [room for room in left if room >= need]
+            if fitting:
+                best = left.index(min(fitting))
+                left[best] -= need
+                placed[position] = slot * rows + best
+                heapreplace(heap, (load + work[position], slot))
+                break
+            heappop(heap)
+            if max(left) >= smallest[position]:
+                skipped.append((load, slot))
+        if skipped:
+            patience -= len(skipped)
+            _push_back(heap, skipped)
+            if patience < 0:
+                return placed, position + 1
+    return placed, len(tokens)
 
 
-def _general(problem: Problem, order: Int) -> tuple[Int, list[int]]:
-    return _scan(problem, order, np.full(problem.size, -1, dtype=np.int64), 0)
+def _push_back(heap: list[tuple[int, int]], skipped: list[tuple[int, int]]) -> None:
+    if len(skipped) * 4 > len(heap):
+        heap += skipped
+        heapify(heap)
+    else:
+        for entry in skipped:
+            heappush(heap, entry)
+    skipped.clear()
 
 
-def _scan(problem: Problem, order: Int, row: Int, start: int) -> tuple[Int, list[int]]:
-    done = order[:start][row[order[:start]] >= 0]
-    free = np.repeat(problem.limits[:, None], problem.num_rows, axis=1)
-    slot_load = np.zeros(problem.slots, dtype=np.int64)
+def _scan(problem: Problem, order: Int, row: Int, start: int, first_slot: int) -> None:
+    """The same rule by one array scan per sample: any number of limits, and no cost for full slots."""
+    begin, rows = first_slot * problem.rows, problem.rows
+    done = order[:start]
+    done = done[row[done] >= 0]
+    free = np.repeat(problem.limits[:, None], problem.num_rows - begin, axis=1)
+    load = np.zeros(problem.slots - first_slot, dtype=np.int64)
     for weight, left in zip(problem.weights, free, strict=True):
-        np.subtract.at(left, row[done], weight[done])
-    np.add.at(slot_load, row[done] // problem.rows, problem.work[done])
-    never = np.int64(np.iinfo(np.int64).max)
-    left_over = [int(sample) for sample in order[:start] if row[sample] < 0]
-    weights, work = problem.weights.T, problem.work
-    load = np.repeat(slot_load, problem.rows)
+        np.subtract.at(left, row[done] - begin, weight[done])
+    np.add.at(load, row[done] // rows - first_slot, problem.work[done])
+    by_row = np.repeat(load, rows)
+    weights, work = np.ascontiguousarray(problem.weights.T)[:, :, None], problem.work.tolist()
     for sample in order[start:].tolist():
         need = weights[sample]
-        fits = (free >= need[:, None]).all(axis=0)
-        best = int(np.where(fits, load, never).argmin())
+        fits = (free >= need).all(axis=0)
+        best = int(np.where(fits, by_row, _NEVER).argmin())
         if not fits[best]:
-            left_over.append(sample)
+            row[sample] = -1
             continue
-        if problem.rows > 1:  # among the rows of the slot, the emptiest one
-            first = best - best % problem.rows
-            room = np.where(fits[first : first + problem.rows], free[0, first : first + problem.rows], -1)
-            best = first + int(room.argmax())
-        row[sample] = best
-        free[:, best] -= need
-        first = best - best % problem.rows
-        load[first : first + problem.rows] += work[sample]
-    return row, left_over
-
-
-def _result(order: Int, placed: list[int]) -> tuple[Int, list[int]]:
-    row = np.empty(len(placed), dtype=np.int64)
-    values = np.array(placed, dtype=np.int64)
-    row[order] = values
-    return row, order[values < 0].tolist()
+        first = best - best % rows
+        if rows > 1:
+            inside = slice(first, first + rows)
+            best = first + int(np.where(fits[inside], free[0, inside], _NEVER).argmin())
+        row[sample] = best + begin
+        free[:, best] -= need[:, 0]
+        by_row[first : first + rows] += work[sample]

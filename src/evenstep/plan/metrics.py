@@ -23,7 +23,7 @@ def sum_of_makespans(loads: Loads) -> float:
 
 def sum_of_means(loads: Loads) -> float:
     """The mean rank costs summed over micro-batches and stages: what a perfectly even plan would take."""
-    return float(loads.sum()) / loads.shape[1]
+    return float(loads.sum()) / int(loads.shape[1])
 
 
 def imbalance(loads: Loads) -> float:

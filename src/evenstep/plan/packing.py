@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from evenstep.plan.problem import Int
+from evenstep.plan.problem import Int, room_in
 
 __all__ = ["best_fit", "first_fit"]
 
@@ -23,8 +23,8 @@ def first_fit(weights: Int, limits: Int) -> npt.NDArray[np.int64]:
     opened = 0
     first = 0  # rows before it are full to the last token
     for sample in range(size):
-        need = weights[:, sample, None]
-        fits = (free[:, first:opened] >= need).all(axis=0)
+        need = weights[:, sample]
+        fits = room_in(free[:, first:opened], need)
         where = int(fits.argmax()) + first if fits.size else opened
         if where >= opened or not fits[where - first]:
             where = opened
@@ -45,10 +45,10 @@ def best_fit(weights: Int, limits: Int, order: Int) -> npt.NDArray[np.int64]:
     opened = 0
     never = np.iinfo(np.int64).max
     for sample in order.tolist():
-        need = weights[:, sample, None]
+        need = weights[:, sample]
         where = opened
         if opened:
-            fits = (free[:, :opened] >= need).all(axis=0)
+            fits = room_in(free[:, :opened], need)
             best = int(np.where(fits, free[0, :opened], never).argmin())
             where = best if fits[best] else opened
         if where == opened:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from evenstep.errors import Infeasible
 from evenstep.plan.constraints import PackingConstraints
 
-__all__ = ["Int", "Problem", "integer_costs", "row_weights"]
+__all__ = ["Int", "Problem", "integer_costs", "room_in", "row_weights", "sums"]
 
 Int = npt.NDArray[np.int64]
 _BITS = 52  # integers below 2**53 stay exact in float64, and sums of them in int64 and in float64 scores
@@ -49,7 +49,7 @@ class Problem:
     @property
     def size(self) -> int:
         """Number of samples."""
-        return self.work.shape[0]
+        return len(self.work)
 
     @property
     def slots(self) -> int:
@@ -76,8 +76,14 @@ class Problem:
         over = self.used(row) > self.limits[:, None]
         if not over.any():
             return None
-        limit, broken = np.argwhere(over.T)[0][::-1].tolist()
-        return broken, limit
+        broken, limit = np.argwhere(over.T)[0].tolist()
+        return int(broken), int(limit)
+
+
+def room_in(free: Int, need: Int) -> npt.NDArray[np.bool_]:
+    """Which rows can take ``need`` (int64 ``[limits]``) of their ``free`` room (int64 ``[limits, rows]``)."""
+    fits: npt.NDArray[np.bool_] = (free >= need[:, None]).all(axis=0)
+    return fits
 
 
 def sums(values: Int, index: Int, size: int) -> Int:
@@ -85,21 +91,25 @@ def sums(values: Int, index: Int, size: int) -> Int:
     return np.bincount(index, weights=values, minlength=size).astype(np.int64)
 
 
-def integer_costs(costs: npt.NDArray[np.float64]) -> Int:
-    """Costs ``[n]`` or ``[n, stages]`` as int64 ``[stages, n]``, at a scale at which sums are exact.
+def integer_costs(costs: npt.NDArray[np.float64]) -> tuple[Int, int]:
+    """Costs ``[n]`` or ``[n, stages]`` as integers at a scale at which every sum is exact.
 
     Costs that are integers already and small enough stay as they are. Others are multiplied by a power of two and
     rounded to about 52 bits for the sum of all; equal costs stay equal.
+
+    Returns:
+        int64 ``[stages, n]``, and the shift by which they were scaled up: ``cost = integer / 2**shift``.
     """
     stacked = costs.T if costs.ndim == 2 else costs[None, :]
     largest = float(stacked.max(initial=0.0))
     if largest == 0.0:
-        return np.zeros(stacked.shape, dtype=np.int64)
-    # An exact bound of the sum, rather than the sum itself, whose rounding depends on the order of summation.
-    bound = np.frexp(largest)[1] + int(stacked.size - 1).bit_length()
-    if bound <= _BITS and bool((stacked == np.rint(stacked)).all()):
-        return np.ascontiguousarray(stacked).astype(np.int64)
-    return np.rint(np.ldexp(stacked, _BITS - int(bound))).astype(np.int64)
+        return np.zeros(stacked.shape, dtype=np.int64), 0
+    # A bound of the sum, rather than the sum itself, whose rounding depends on the order of summation.
+    bits = int(np.frexp(largest)[1]) + int(stacked.size - 1).bit_length()
+    if bits <= _BITS and bool((stacked == np.rint(stacked)).all()):
+        return np.ascontiguousarray(stacked).astype(np.int64), 0
+    shift = _BITS - bits
+    return np.rint(np.ldexp(stacked, shift)).astype(np.int64), shift
 
 
 def row_weights(

@@ -4,60 +4,100 @@ from __future__ import annotations
 
 import numpy as np
 
-from evenstep.plan.problem import Int, Problem
+from evenstep.plan.problem import Int, Problem, room_in
 
 __all__ = ["fill_empty_rows", "place_left_over"]
 
+_GIVE_UP = (
+    8  # a share of 1/8 without room is no dead end but a window that is too small, or another packer's job
+)
 
-def place_left_over(problem: Problem, row: Int, left_over: list[int]) -> bool:
-    """Place samples that fit nowhere by moving one other sample out of the way; changes ``row``.
+
+def place_left_over(weights: Int, limits: Int, row: Int, rows: int) -> bool:
+    """Place the samples at -1 by moving other samples out of their way; changes ``row``.
+
+    Args:
+        weights: What samples take of each limit, int64 ``[limits, n]``.
+        limits: int64 ``[limits]``.
+        row: Row of each sample, int64 ``[n]``.
+        rows: Number of rows.
 
     Returns:
         Whether every one of them found room.
     """
-    if not left_over:
+    left_over = np.flatnonzero(row < 0)
+    if not len(left_over):
         return True
-    weights, limits = problem.weights, problem.limits[:, None]
-    used = np.zeros((len(problem.limits), problem.num_rows), dtype=np.int64)
+    if len(left_over) * _GIVE_UP > max(len(row), 64):
+        return False
+    free = np.repeat(limits[:, None], rows, axis=1)
     placed = np.flatnonzero(row >= 0)
-    for weight, total in zip(weights, used, strict=True):
-        np.add.at(total, row[placed], weight[placed])
-    by_tokens = sorted(left_over, key=lambda sample: (-int(weights[0, sample]), sample))
-    return all(_place(problem, row, used, limits - used, sample) for sample in by_tokens)
+    for weight, left in zip(weights, free, strict=True):
+        np.subtract.at(left, row[placed], weight[placed])
+    by_tokens = left_over[np.argsort(-weights[0, left_over], kind="stable")]
+    return all(_place(weights, row, free, sample) for sample in by_tokens.tolist())
 
 
-def _place(problem: Problem, row: Int, used: Int, free: Int, sample: int) -> bool:
-    weights = problem.weights
-    need = weights[:, sample, None]
-    direct = (free >= need).all(axis=0)
-    if direct.any():
-        _put(weights, row, used, free, sample, int(np.flatnonzero(direct)[free[0, direct].argmin()]))
+def _place(weights: Int, row: Int, free: Int, sample: int) -> bool:
+    target = _tightest(free, weights[:, sample])
+    if target >= 0:
+        _move(weights, row, free, sample, target)
         return True
+    return _make_room(weights, row, free, sample) or _swap_for_room(weights, row, free, sample)
+
+
+def _tightest(free: Int, need: Int, without: int = -1) -> int:
+    """The row with the fewest free tokens that can take ``need``; -1 if none can."""
+    fits = room_in(free, need)
+    if without >= 0:
+        fits[without] = False
+    best = int(np.where(fits, free[0], np.iinfo(np.int64).max).argmin())
+    return best if bool(fits[best]) else -1
+
+
+def _make_room(weights: Int, row: Int, free: Int, sample: int) -> bool:
+    """Move one sample from a row into another, so that the first has room for ``sample``."""
     placed = np.flatnonzero(row >= 0)
-    # A sample in the way: without it the row has room, and it fits into another row.
-    opens = (free[:, row[placed]] + weights[:, placed] >= need).all(axis=0)
-    for other in placed[opens][np.argsort(weights[0, placed[opens]], kind="stable")].tolist():
+    opens = (free[:, row[placed]] + weights[:, placed] >= weights[:, sample, None]).all(axis=0)
+    ways = placed[opens]
+    for other in ways[np.argsort(weights[0, ways], kind="stable")].tolist():
         home = int(row[other])
-        fits = (free >= weights[:, other, None]).all(axis=0)
-        fits[home] = False
-        if fits.any():
-            target = int(np.flatnonzero(fits)[free[0, fits].argmin()])
-            _take(weights, row, used, free, other)
-            _put(weights, row, used, free, other, target)
-            _put(weights, row, used, free, sample, home)
+        target = _tightest(free, weights[:, other], without=home)
+        if target >= 0:
+            _move(weights, row, free, other, target)
+            _move(weights, row, free, sample, home)
             return True
     return False
 
 
-def _take(weights: Int, row: Int, used: Int, free: Int, sample: int) -> None:
-    used[:, row[sample]] -= weights[:, sample]
-    free[:, row[sample]] += weights[:, sample]
+def _swap_for_room(weights: Int, row: Int, free: Int, sample: int) -> bool:
+    """Swap a sample of the emptiest rows for a smaller one elsewhere, so that ``sample`` fits there."""
+    need = weights[:, sample]
+    placed = np.flatnonzero(row >= 0)
+    for home in np.argsort(-free[0], kind="stable")[:16].tolist():
+        for other in placed[row[placed] == home].tolist():
+            # `smaller` comes here, `other` goes there: both rows must hold.
+            room = free[:, home] + weights[:, other] - need
+            fits = (weights[:, placed] <= room[:, None]).all(axis=0)
+            fits &= (free[:, row[placed]] + weights[:, placed] >= weights[:, other, None]).all(axis=0)
+            fits &= row[placed] != home
+            if fits.any():
+                smaller = int(placed[int(fits.argmax())])
+                away = int(row[smaller])
+                _move(weights, row, free, smaller, -1)
+                _move(weights, row, free, other, away)
+                _move(weights, row, free, smaller, home)
+                _move(weights, row, free, sample, home)
+                return True
+    return False
 
 
-def _put(weights: Int, row: Int, used: Int, free: Int, sample: int, target: int) -> None:
+def _move(weights: Int, row: Int, free: Int, sample: int, target: int) -> None:
+    if row[sample] >= 0:
+        free[:, row[sample]] += weights[:, sample]
+    if target >= 0:
+        free[:, target] -= weights[:, sample]
     row[sample] = target
-    used[:, target] += weights[:, sample]
-    free[:, target] -= weights[:, sample]
 
 
 def fill_empty_rows(problem: Problem, row: Int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from evenstep.plan.constraints import PackingConstraints
 from evenstep.plan.objective import Objective
 from evenstep.plan.problem import Int, Problem, integer_costs, row_weights
 
-__all__ = ["Window", "check_positive"]
+__all__ = ["Window", "check_positive", "feature_columns", "token_column"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,7 @@ class Window:
         tokens: int64.
         costs: float64 ``[n]`` or ``[n, stages]``.
         integers: `costs` as int64 ``[stages, n]``.
+        shift: ``costs = integers / 2**shift``.
         weights: int64 ``[limits, n]``, see `row_weights`.
         limits: int64 ``[limits]``.
         names: Name of each limit.
@@ -39,6 +41,7 @@ class Window:
     tokens: Int
     costs: npt.NDArray[np.float64]
     integers: Int
+    shift: int
     weights: Int
     limits: Int
     names: tuple[str, ...]
@@ -68,11 +71,12 @@ class Window:
         """Arrays of the right type, shape and range, or an error that names the argument and the sample."""
         check_positive("dp_size", dp_size)
         check_positive("rows", rows)
-        token_column = _integers("tokens", tokens, None)
-        size = len(token_column)
+        column = token_column(tokens)
+        size = len(column)
         cost_table = _numbers("costs", costs, size, stages=True)
+        integers, shift = integer_costs(cost_table)
         columns = feature_columns(features, constraints, size)
-        weights, limits, names = row_weights(token_column, columns, constraints)
+        weights, limits, names = row_weights(column, columns, constraints)
         layout = None if reference is None else _integers("reference", reference, size)
         holding = None if holders is None else _integers("holders", holders, size)
         if holding is not None and size and int(holding.max()) >= dp_size:
@@ -84,9 +88,10 @@ class Window:
         if holding is None and layout is not None:
             holding = layout // rows % dp_size
         return cls(
-            tokens=token_column,
+            tokens=column,
             costs=cost_table,
-            integers=integer_costs(cost_table),
+            integers=integers,
+            shift=shift,
             weights=weights,
             limits=limits,
             names=names,
@@ -104,18 +109,18 @@ class Window:
         """Number of samples."""
         return len(self.tokens)
 
+    @property
+    def reference_micro_batches(self) -> int:
+        """Micro-batches that the reference layout needs; 0 without one."""
+        if self.reference is None:
+            return 0
+        return int(self.reference.max(initial=0)) // (self.dp_size * self.rows) + 1
+
     def problem(self, micro_batches: int) -> Problem:
-        """The window over ``micro_batches``, with the reference layout where it has that many."""
+        """The window over ``micro_batches``, with the reference layout if it has no more than these."""
         per_step = self.objective.sync == "step"
         reference = None
-        if self.reference is not None:
-            if self.size and int(self.reference.max()) >= micro_batches * self.dp_size * self.rows:
-                sample = int(self.reference.argmax())
-                raise ValueError(
-                    f"reference[{sample}] is row {int(self.reference[sample])}, but the window has only "
-                    f"micro_batches * dp_size * rows = {micro_batches} * {self.dp_size} * {self.rows} rows; "
-                    "pass flat rows (micro_batch * dp_size + dp_rank) * rows + row"
-                )
+        if self.reference is not None and self.reference_micro_batches <= micro_batches:
             reference = self.to_internal(self.reference, micro_batches)
         return Problem(
             costs=self.integers,
@@ -126,6 +131,17 @@ class Window:
             ranks=self.dp_size,
             rows=micro_batches * self.rows if per_step else self.rows,
             reference=reference,
+        )
+
+    def check_reference(self, micro_batches: int) -> None:
+        """Refuse a reference layout with rows beyond ``micro_batches``."""
+        if self.reference is None or self.reference_micro_batches <= micro_batches:
+            return
+        sample = int(self.reference.argmax())
+        raise ValueError(
+            f"reference[{sample}] is row {int(self.reference[sample])}, but the window has only "
+            f"micro_batches * dp_size * rows = {micro_batches} * {self.dp_size} * {self.rows} rows; "
+            "pass flat rows (micro_batch * dp_size + dp_rank) * rows + row"
         )
 
     def to_internal(self, flat: Int, micro_batches: int) -> Int:
@@ -148,9 +164,21 @@ class Window:
         """Costs summed per micro-batch and rank, in the order of the samples (equal on every machine)."""
         slots, slot = micro_batches * self.dp_size, flat // self.rows
         if self.costs.ndim == 1:
-            return np.bincount(slot, self.costs, minlength=slots).reshape(micro_batches, self.dp_size)
-        stages = [np.bincount(slot, stage, minlength=slots) for stage in self.costs.T]
-        return np.stack(stages, axis=-1).reshape(micro_batches, self.dp_size, -1)
+            return _by_slot(slot, self.costs, slots).reshape(micro_batches, self.dp_size)
+        stages = np.stack([_by_slot(slot, stage, slots) for stage in self.costs.T], axis=-1)
+        return stages.reshape(micro_batches, self.dp_size, -1)
+
+    def score(self, row: Int, problem: Problem) -> float:
+        """The objective's score of a layout of `problem`, in the unit of the costs."""
+        return self.in_cost_units(self.objective.score(problem.loads(row)))
+
+    def in_cost_units(self, score: float) -> float:
+        """An integer score in the unit of the costs; a balance has no unit."""
+        return score if self.objective.kind == "balance" else math.ldexp(score, -self.shift)
+
+
+def _by_slot(slot: Int, costs: npt.NDArray[np.float64], slots: int) -> npt.NDArray[np.float64]:
+    return np.asarray(np.bincount(slot, costs, minlength=slots), dtype=np.float64)
 
 
 def check_positive(name: str, value: object) -> None:
@@ -159,6 +187,11 @@ def check_positive(name: str, value: object) -> None:
         raise TypeError(f"{name} is {value!r} ({type(value).__name__}), expected a positive integer")
     if value <= 0:
         raise ValueError(f"{name} is {value}, expected a positive integer")
+
+
+def token_column(tokens: npt.ArrayLike) -> Int:
+    """Tokens as int64 ``[n]``, or an error that names the sample."""
+    return _integers("tokens", tokens, None)
 
 
 def feature_columns(
