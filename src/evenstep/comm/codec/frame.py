@@ -174,11 +174,11 @@ class Reader:
         """Elements of each shape of int64 ``[ndim, n]``: int64 ``[n]``."""
         if shapes.size and int(shapes.min()) < 0:
             raise WireFormatError("a dimension is negative")
-        if float(shapes.prod(axis=0, dtype=np.float64).max(initial=0.0)) >= HUGE:
-            raise WireFormatError("a shape has more elements than any segment")
-        numels: Ints = shapes.prod(axis=0, dtype=np.int64)
-        if float(numels.sum(dtype=np.float64)) >= HUGE:
+        with np.errstate(all="ignore"):  # infinity times zero is not a number; the integers then say zero
+            products = shapes.prod(axis=0, dtype=np.float64)
+        if float(np.nansum(products)) >= HUGE:
             raise WireFormatError("shapes have more elements than any segment")
+        numels: Ints = shapes.prod(axis=0, dtype=np.int64)
         return numels
 
     def raw(self, nbytes: int) -> slice:
@@ -197,3 +197,5 @@ class Reader:
         """Check that every integer was used and that nothing but padding is left."""
         if len(self._ints):
             raise WireFormatError(f"{len(self._ints)} integers of the segment belong to no field")
+        if self.array[self._at :].any():
+            raise WireFormatError(f"bytes from {self._at} to the end of the segment belong to no field")
