@@ -1,0 +1,190 @@
+"""The outcome of a simulation in three pictures: efficiency, one step, the lengths."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from evenstep.simulate.simulation import SAMPLER, SHUFFLED, Outcome, Simulation, StepPicture
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["draw_efficiency", "draw_lengths", "draw_step"]
+
+_INK, _MUTED, _GRID = "#1f2933", "#7b8794", "#e4e7eb"
+_WORK = ("#2f6690", "#6aa3c8")
+_WAIT = "#f3c6b8"
+_LINES = ("#2f6690", "#d1495b", "#3a7d44", "#8f5aa8")
+_STYLE: Any = {
+    "font.size": 10,
+    "axes.edgecolor": _MUTED,
+    "axes.labelcolor": _INK,
+    "axes.titlecolor": _INK,
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": _GRID,
+    "text.color": _INK,
+    "xtick.color": _MUTED,
+    "ytick.color": _MUTED,
+    "xtick.labelcolor": _INK,
+    "ytick.labelcolor": _INK,
+    "legend.frameon": False,
+    "figure.dpi": 110,
+    "savefig.dpi": 110,
+}
+
+
+def _figure(width: float, height: float, columns: int, rows: int = 1, **kwargs: Any) -> tuple[Figure, Any]:
+    # The object interface, not pyplot: no global state, no display, no warning about open figures.
+    import matplotlib as mpl
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        FigureCanvasAgg(figure)
+        return figure, figure.subplots(rows, columns, squeeze=False, **kwargs)
+
+
+def draw_efficiency(simulation: Simulation) -> Figure:
+    """Efficiency by window, one panel per dp size, one line per algorithm."""
+    sizes = list(dict.fromkeys(outcome.dp_size for outcome in simulation.outcomes))
+    columns = min(len(sizes), 4)
+    rows = -(-len(sizes) // columns)
+    figure, grid = _figure(max(6.4, 3.5 * columns), 3.4 * rows + 0.5, columns, rows, sharey=True)
+    panels: list[Axes] = list(grid.flat)
+    floor = min(outcome.efficiency for outcome in simulation.outcomes)
+    for panel, dp_size in zip(panels, sizes, strict=False):
+        outcomes = [outcome for outcome in simulation.outcomes if outcome.dp_size == dp_size]
+        _efficiency_panel(panel, outcomes, simulation)
+        panel.set_title(f"{dp_size} ranks")
+        panel.set_ylim(max(0.0, floor - 0.08), 1.015)
+        panel.set_xlabel("window (micro-batches planned together)")
+    for panel in panels[len(sizes) :]:
+        panel.remove()
+    for row in grid:
+        row[0].set_ylabel("efficiency (1 is perfect)")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+    return figure
+
+
+def _efficiency_panel(panel: Axes, outcomes: list[Outcome], simulation: Simulation) -> None:
+    windows = simulation.settings.fitting_windows
+    position = {window: place for place, window in enumerate(windows)}
+    for name, style in ((SHUFFLED, "--"), (SAMPLER, ":")):
+        level = next(outcome.efficiency for outcome in outcomes if outcome.layout == name)
+        panel.axhline(level, color=_MUTED, linestyle=style, linewidth=1.6, label=f"{name} (not planned)")
+    algorithms = list(dict.fromkeys(outcome.layout for outcome in outcomes if outcome.window))
+    bounds: dict[int, float] = {}
+    for number, algorithm in enumerate(algorithms):
+        mine = [outcome for outcome in outcomes if outcome.layout == algorithm]
+        panel.plot(
+            [position[outcome.window] for outcome in mine],
+            [outcome.efficiency for outcome in mine],
+            color=_LINES[number % len(_LINES)],
+            marker="o",
+            markersize=6,
+            linewidth=2,
+            label=algorithm,
+        )
+        for outcome in mine:
+            if outcome.bound_share is not None:
+                ceiling = outcome.efficiency / outcome.bound_share
+                bounds[outcome.window] = min(ceiling, bounds.get(outcome.window, 1.0))
+    if bounds:
+        places = [position[window] for window in bounds]
+        panel.fill_between(places, list(bounds.values()), 2.0, color=_INK, alpha=0.09, linewidth=0)
+        panel.plot(places, list(bounds.values()), color=_INK, linewidth=1, label="cannot be beaten")
+    panel.set_xticks(range(len(windows)), [str(window) for window in windows])
+    panel.set_xlim(-0.3, len(windows) - 0.7)
+
+
+def draw_step(picture: StepPicture) -> Figure:
+    """One optimizer step as a timeline of its ranks, before and after balancing, on one time axis."""
+    figure, grid = _figure(10.0, 5.6, 1, 2, sharex=True, sharey=True)
+    even = float(picture.before.sum()) / picture.dp_size
+    panels: list[Axes] = list(grid[:, 0])
+    ends = []
+    plural = "es" if picture.window > 1 else ""
+    titles = (
+        f"before: {SHUFFLED}",
+        f"after: {picture.algorithm!r}, windows of {picture.window} micro-batch{plural}",
+    )
+    for panel, loads, title in zip(panels, (picture.before, picture.after), titles, strict=True):
+        ends.append(_timeline(panel, loads / even))
+        panel.set_title(f"{title}: {ends[-1]:.2f}")
+        panel.set_ylabel("dp rank")
+    for panel in panels:
+        panel.axvline(1.0, color=_INK, linewidth=1.2, linestyle="--")
+        panel.set_xlim(0, max(ends) * 1.005)
+        panel.set_ylim(picture.dp_size - 0.5, -0.5)
+        panel.grid(False)
+        panel.tick_params(left=False)
+    panels[-1].set_xlabel("time, in units of a perfectly even step (dashed line)")
+    _step_legend(figure)
+    return figure
+
+
+def _timeline(panel: Axes, loads: npt.NDArray[np.float64]) -> float:
+    micro_batches, ranks = loads.shape
+    height = 0.86 if ranks <= 24 else 1.0
+    begin = 0.0
+    for number in range(micro_batches):
+        work = loads[number]
+        makespan = float(work.max())
+        color = _WORK[number % 2]
+        panel.barh(range(ranks), work, left=begin, height=height, color=color, linewidth=0)
+        panel.barh(range(ranks), makespan - work, left=begin + work, height=height, color=_WAIT, linewidth=0)
+        begin += makespan
+        panel.axvline(begin, color="white", linewidth=1.0)
+    return begin
+
+
+def _step_legend(figure: Figure) -> None:
+    from matplotlib.patches import Patch
+
+    handles = [
+        Patch(color=_WORK[0], label="work (micro-batches in turn dark"),
+        Patch(color=_WORK[1], label="and light)"),
+        Patch(color=_WAIT, label="waiting for the slowest rank"),
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False)
+
+
+def draw_lengths(lengths: npt.NDArray[np.int64], seq_len: int) -> Figure:
+    """Where the documents are, and where the tokens are, by length."""
+    lengths = lengths[lengths > 0]
+    figure, grid = _figure(10.0, 3.4, 1)
+    panel: Axes = grid[0, 0]
+    low, high = float(lengths.min()), float(max(lengths.max(), seq_len))
+    edges = np.geomspace(low * 0.9, high * 1.1, 70)
+    middle = np.sqrt(edges[1:] * edges[:-1])
+    documents, _ = np.histogram(lengths, bins=edges)
+    tokens, _ = np.histogram(lengths, bins=edges, weights=lengths.astype(np.float64))
+    for counts, color, label in (
+        (documents, _WORK[0], "share of the documents"),
+        (tokens, "#d1495b", "share of the tokens"),
+    ):
+        share = counts / counts.sum()
+        panel.fill_between(middle, share, step="mid", color=color, alpha=0.25, linewidth=0)
+        panel.step(middle, share, where="mid", color=color, linewidth=1.6, label=label)
+    panel.axvline(seq_len, color=_INK, linewidth=1.2, linestyle="--", label=f"row of {seq_len:,} tokens")
+    panel.set_xscale("log")
+    panel.set_ylim(bottom=0)
+    panel.set_xlabel("tokens of a document")
+    panel.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    panel.set_title(
+        f"{len(lengths):,} documents: median {np.median(lengths):,.0f} tokens, longest {lengths.max():,}"
+    )
+    panel.legend(loc="upper left")
+    return figure

@@ -1,0 +1,269 @@
+"""Sampled optimizer steps of a dataset, laid out by every algorithm over every window."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from evenstep.cost import padding_cost
+from evenstep.plan import Algorithm, Objective, PackingConstraints, plan_window
+from evenstep.plan.metrics import moved, rank_of
+from evenstep.simulate.progress import Progress, no_progress
+from evenstep.simulate.settings import Settings, fitting
+from evenstep.simulate.steps import SampledStep, sampled_steps
+
+__all__ = ["SAMPLER", "SHUFFLED", "Outcome", "Simulation", "StepPicture", "simulate"]
+
+SHUFFLED = "shuffled rows"
+SAMPLER = "sampler's rows"
+_DRAWABLE = 64  # ranks that can be told apart in a picture
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How one layout of the same sampled steps does.
+
+    Attributes:
+        dp_size: Data-parallel ranks.
+        layout: `SHUFFLED` (the packed rows in random order, as a loader deals them that packs but does not
+            balance), `SAMPLER` (where `TokenBudgetSampler` puts them) or a planning algorithm.
+        window: Micro-batches planned together; 0 where nothing is planned.
+        efficiency: Sum of mean rank costs over sum of makespans; 1 is perfect.
+        speedup: How many times faster the steps are than with `SHUFFLED`; predicted from costs.
+        slowest: ``speedup`` of the sampled step with the smallest one.
+        fastest: ``speedup`` of the sampled step with the largest one.
+        padding: Share of the rows' places that no token takes.
+        moved_tokens: Share of the tokens that leave the dp rank that reads them.
+        moved_bytes: Their payload in a step, over all ranks.
+        plan_seconds: Median time of planning one window.
+        bound_share: Lower bound over sum of makespans: 1 means that no layout within these windows is faster;
+            None where no bound is known.
+        steps: Sampled steps.
+        windows: Planned windows.
+    """
+
+    dp_size: int
+    layout: str
+    window: int
+    efficiency: float
+    speedup: float
+    slowest: float
+    fastest: float
+    padding: float
+    moved_tokens: float = 0.0
+    moved_bytes: float = 0.0
+    plan_seconds: float = 0.0
+    bound_share: float | None = None
+    steps: int
+    windows: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPicture:
+    """Rank costs of one step before and after balancing, float64 ``[micro_batches, dp_size]``."""
+
+    dp_size: int
+    window: int
+    algorithm: str
+    before: npt.NDArray[np.float64]
+    after: npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulation:
+    """Everything that was found out about one file of lengths.
+
+    Attributes:
+        settings: What was simulated.
+        documents: Documents in the file.
+        empty: Documents without tokens, left out.
+        oversized: Documents longer than a row.
+        tokens: Tokens that take part.
+        outcomes: One per dp size, layout and window.
+        picture: The first step of the largest dp size up to 64 (or of the smallest above).
+        skipped: Why a dp size was left out, in words.
+    """
+
+    settings: Settings
+    documents: int
+    empty: int
+    oversized: int
+    tokens: int
+    outcomes: tuple[Outcome, ...]
+    picture: StepPicture
+    skipped: tuple[str, ...] = ()
+
+    def best(self, dp_size: int) -> Outcome:
+        """The planned layout with the largest speed-up; among nearly equal ones, that of the smallest window."""
+        planned = [o for o in self.outcomes if o.dp_size == dp_size and o.window]
+        enough = 0.995 * max(o.speedup for o in planned)
+        return min((o for o in planned if o.speedup >= enough), key=lambda o: (o.window, -o.speedup))
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """One step laid out: rank costs ``[micro_batches, dp_size]`` and what it took."""
+
+    loads: npt.NDArray[np.float64]
+    bound: float = 0.0
+    moved: int = 0
+    seconds: tuple[float, ...] = ()
+
+
+def simulate(
+    lengths: npt.NDArray[np.int64], settings: Settings, *, progress: Progress = no_progress
+) -> Simulation:
+    """Lay out sampled steps of documents of ``lengths`` (int64 ``[n]``) in every way that ``settings`` names.
+
+    A step is what `TokenBudgetSampler` makes of consecutive documents, so that all layouts of a dp size hold
+    the same documents, and are compared step by step.
+
+    Raises:
+        ValueError: The documents do not fill one step of any dp size, or all of them cost 0.
+    """
+    fit = fitting(lengths, settings.seq_len, settings.oversized)
+    outcomes: list[Outcome] = []
+    pictures: list[StepPicture] = []
+    skipped: list[str] = []
+    sizes = sorted(set(settings.dp_sizes))
+    plans = settings.steps * len(settings.fitting_windows) * len(settings.algorithms)
+    with progress("planning", len(sizes) * plans) as advance:
+        for dp_size in sizes:
+            steps = sampled_steps(fit, settings, dp_size)
+            if steps:
+                found, picture = _every_layout(steps, settings, dp_size, advance)
+                outcomes += found
+                pictures.append(picture)
+            else:
+                room = settings.rows(dp_size) * settings.seq_len
+                skipped.append(
+                    f"{dp_size} ranks were skipped: a step has {settings.rows(dp_size):,} rows with room for "
+                    f"{room:,} tokens, and {len(fit):,} documents with {int(fit.sum()):,} tokens do not fill it"
+                )
+            advance(plans - len(steps) * plans // settings.steps)
+    if not outcomes:
+        raise ValueError(". ".join(skipped) + ". Simulate fewer ranks, shorter rows or a longer file")
+    drawable = [picture for picture in pictures if picture.dp_size <= _DRAWABLE] or pictures[:1]
+    return Simulation(
+        settings=settings,
+        documents=len(lengths),
+        empty=int(np.count_nonzero(lengths == 0)),
+        oversized=int(np.count_nonzero(lengths > settings.seq_len)),
+        tokens=int(fit.sum()),
+        outcomes=tuple(outcomes),
+        picture=drawable[-1],
+        skipped=tuple(skipped),
+    )
+
+
+def _every_layout(
+    steps: list[SampledStep], settings: Settings, dp_size: int, advance: Callable[[int], None]
+) -> tuple[list[Outcome], StepPicture]:
+    shuffled = [_unplanned(step, step.shuffled, settings, dp_size) for step in steps]
+    packed = [_unplanned(step, step.sampler, settings, dp_size) for step in steps]
+    outcomes = [
+        _outcome(settings, dp_size, SHUFFLED, 0, steps, shuffled, shuffled),
+        _outcome(settings, dp_size, SAMPLER, 0, steps, packed, shuffled),
+    ]
+    best, after = 0.0, (0, "", shuffled[0].loads)
+    for window in settings.fitting_windows:
+        for algorithm in settings.algorithms:
+            layouts = []
+            for step in steps:
+                layouts.append(_planned(step, settings, dp_size, window, algorithm))
+                advance(1)
+            outcome = _outcome(settings, dp_size, algorithm, window, steps, layouts, shuffled)
+            outcomes.append(outcome)
+            if outcome.speedup > best:
+                best, after = outcome.speedup, (window, algorithm, layouts[0].loads)
+    return outcomes, StepPicture(
+        dp_size=dp_size, window=after[0], algorithm=after[1], before=shuffled[0].loads, after=after[2]
+    )
+
+
+def _unplanned(step: SampledStep, row: npt.NDArray[np.int32], settings: Settings, dp_size: int) -> _Layout:
+    slots = settings.accumulation_steps * dp_size
+    loads = np.bincount(row // settings.micro_batch_size, weights=step.costs, minlength=slots)
+    return _Layout(loads.astype(np.float64).reshape(-1, dp_size))
+
+
+def _planned(
+    step: SampledStep, settings: Settings, dp_size: int, window: int, algorithm: Algorithm
+) -> _Layout:
+    per_micro_batch = settings.micro_batch_size * dp_size
+    row = step.shuffled if settings.reference == "shuffled" else step.sampler
+    micro_batch = row // per_micro_batch
+    loads, seconds, moved_tokens, bound = [], [], 0, 0.0
+    for begin in range(0, settings.accumulation_steps, window):
+        size = min(window, settings.accumulation_steps - begin)
+        inside = (micro_batch >= begin) & (micro_batch < begin + size)
+        tokens, reference = step.tokens[inside], row[inside] - begin * per_micro_batch
+        started = time.perf_counter()
+        plan = plan_window(
+            tokens,
+            step.costs[inside],
+            dp_size=dp_size,
+            micro_batches=size,
+            rows=settings.micro_batch_size,
+            reference=reference,
+            constraints=PackingConstraints(settings.seq_len),
+            objective=Objective(sync=settings.sync),
+            algorithm=algorithm,
+            min_gain=settings.min_gain,
+        )
+        seconds.append(time.perf_counter() - started)
+        holders = rank_of(reference, dp_size=dp_size, rows=settings.micro_batch_size)
+        leaves = moved(plan.assignment, holders, dp_size=dp_size, rows=settings.micro_batch_size)
+        moved_tokens += int(tokens[leaves].sum())
+        loads.append(plan.loads)
+        bound += plan.decision.lower_bound
+    if settings.sync == "step" and len(loads) > 1:
+        bound = float(step.costs.sum()) / dp_size  # bounds of windows do not add up where ranks wait once
+    return _Layout(np.concatenate(loads), bound, moved_tokens, tuple(seconds))
+
+
+def _outcome(
+    settings: Settings,
+    dp_size: int,
+    name: str,
+    window: int,
+    steps: list[SampledStep],
+    layouts: list[_Layout],
+    shuffled: list[_Layout],
+) -> Outcome:
+    objective = Objective(sync=settings.sync)
+    # A padded row costs what its padding would, whatever replaces it: the same for every layout.
+    floor = (
+        float(padding_cost(settings.cost)[0])
+        * settings.seq_len
+        * settings.micro_batch_size
+        * settings.accumulation_steps
+    )
+    spans = np.array([objective.score(layout.loads) for layout in layouts]) + floor
+    before = np.array([objective.score(layout.loads) for layout in shuffled]) + floor
+    means = np.array([layout.loads.sum() for layout in layouts]) / dp_size + floor
+    bounds = np.array([layout.bound for layout in layouts])
+    tokens = np.array([step.tokens.sum() for step in steps])
+    gone = np.array([layout.moved for layout in layouts])
+    seconds = [second for layout in layouts for second in layout.seconds]
+    ratios = before / spans
+    return Outcome(
+        dp_size=dp_size,
+        layout=name,
+        window=window,
+        efficiency=float(means.sum() / spans.sum()),
+        speedup=float(before.sum() / spans.sum()),
+        slowest=float(ratios.min()),
+        fastest=float(ratios.max()),
+        padding=float(1 - tokens.mean() / (settings.rows(dp_size) * settings.seq_len)),
+        moved_tokens=float(gone.sum() / tokens.sum()),
+        moved_bytes=float(gone.mean() * settings.bytes_per_token),
+        plan_seconds=float(np.median(seconds)) if seconds else 0.0,
+        bound_share=float((bounds.sum() + floor * len(steps)) / spans.sum()) if bounds.any() else None,
+        steps=len(steps),
+        windows=len(seconds),
+    )
