@@ -19,7 +19,7 @@ class Pair(NamedTuple):
     right: Any
 
 
-Untyped = namedtuple("Untyped", "a b")  # noqa: PYI024 - the untyped kind is the point
+Untyped = namedtuple("Untyped", "a b")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Checked:
         self.built += 1
 
 
-class Fields(dict[str, Any]):
+class Fields(dict[Any, Any]):
     note = "class"
 
 
@@ -55,7 +55,7 @@ def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
         | st.lists(inner, max_size=3).map(tuple)
         | keyed
         | keyed.map(OrderedDict)
-        | keyed.map(Fields)
+        | keyed.map(lambda items: Fields(items))
         | keyed.map(UserDict)
         | st.lists(inner, max_size=3).map(Ids)
         | st.builds(Pair, inner, inner)

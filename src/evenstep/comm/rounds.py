@@ -24,7 +24,17 @@ import torch
 from evenstep.comm.communicator import Abandoned, Communicator
 from evenstep.errors import RemoteRankError, SampleError
 
-__all__ = ["CLOSING", "EXHAUSTED", "FAILED", "OK", "Header", "Rounds", "gather_bytes"]
+__all__ = [
+    "CLOSING",
+    "EXHAUSTED",
+    "FAILED",
+    "OK",
+    "Header",
+    "Rounds",
+    "describe_error",
+    "gather_bytes",
+    "remote_error",
+]
 
 OK, EXHAUSTED, FAILED, CLOSING = range(4)
 _MAGIC = 0x6576_656E_7374_6570  # "evenstep"
@@ -56,6 +66,7 @@ class Header:
         schema: Digest of the names and number of those columns.
         skipped: Samples that could not be read and are left out under a named option.
         plan: Digest of the previous window's plan; 0 if there was none.
+        loss_tokens: Loss tokens of this rank's samples; -1 if unknown.
         error_bytes: Size of the error text that follows; 0 unless FAILED.
         generation: Which stream this header belongs to; filled in by `Rounds`.
     """
@@ -71,6 +82,7 @@ class Header:
     schema: int = 0
     skipped: int = 0
     plan: int = 0
+    loss_tokens: int = -1
     error_bytes: int = 0
     generation: int = 0
 
@@ -141,8 +153,8 @@ class Rounds:
 
     def begin(
         self, header: Header, error: BaseException | None = None, *, uneven: str = "error"
-    ) -> list[Header]:
-        """Post this rank's header and return everybody's by position.
+    ) -> dict[int, Header]:
+        """Post this rank's header and return everybody's by global rank.
 
         The stream ends here, for every rank alike, if any of them is EXHAUSTED: under ``uneven="stop"`` also
         where others still have a window.
@@ -159,7 +171,7 @@ class Rounds:
             raise
         if any(h.status == EXHAUSTED for h in headers):
             self._close()
-        return headers
+        return dict(zip(self._control.ranks, headers, strict=True))
 
     def owe(self, exchanges: Sequence[Owed[Any]]) -> None:
         """Promise the exchanges of the window whose header is out, in order."""
@@ -198,7 +210,7 @@ class Rounds:
         self._owed.clear()
 
     def _talk(self, header: Header, error: BaseException | None) -> list[Header]:
-        text = b"" if error is None else _describe(error, self._control.ranks[self._control.position])
+        text = b"" if error is None else describe_error(error, self._control.ranks[self._control.position])
         header = replace(header, generation=self._generation, error_bytes=len(text))
         while True:
             rows = self._control.all_gather(header.pack())
@@ -206,7 +218,7 @@ class Rounds:
             if any(h.error_bytes for h in headers):
                 texts = _gather_padded(self._control, text, [h.error_bytes for h in headers])
                 if all(h.generation == self._generation for h in headers):
-                    raise _remote_error(next(t for t in texts if t))
+                    raise remote_error(next(t for t in texts if t))
             newer = [
                 r
                 for h, r in zip(headers, self._control.ranks, strict=True)
@@ -253,8 +265,8 @@ class Rounds:
                 )
 
 
-def _describe(error: BaseException, rank: int) -> bytes:
-    """An error as the others will tell it: where it first happened, with its own words."""
+def describe_error(error: BaseException, rank: int) -> bytes:
+    """An error as the others will tell it: where it first happened, in its own words."""
     sample = None
     if isinstance(error, SampleError):
         sample, error = error.sample, error.__cause__ or error
@@ -273,7 +285,8 @@ def _describe(error: BaseException, rank: int) -> bytes:
     return text
 
 
-def _remote_error(text: bytes) -> RemoteRankError:
+def remote_error(text: bytes) -> RemoteRankError:
+    """What a rank raises that was told of another's error."""
     told = json.loads(text)
     where = "" if told["sample"] is None else f" at sample {told['sample']}"
     return RemoteRankError(

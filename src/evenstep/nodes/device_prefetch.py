@@ -9,7 +9,6 @@ from typing import Any
 
 from torchdata.nodes import BaseNode
 
-from evenstep.cursor import find_cursor, next_epoch_state
 from evenstep.device import (
     DeviceLike,
     Event,
@@ -20,6 +19,7 @@ from evenstep.device import (
     streams_of,
     to_device,
 )
+from evenstep.nodes.epoch_after import epoch_after
 from evenstep.nodes.stage import Stage
 
 __all__ = ["DevicePrefetch"]
@@ -91,13 +91,9 @@ class DevicePrefetch(Stage[Any, Any]):
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
         """Go to ``initial_state``, or to the epoch after the last batch handed out."""
         handed = self._handed_state
-        if initial_state is not None or handed is None or handed is self._pulled_state:
-            super().reset(initial_state)
-        elif _holds_cursor(handed):
-            super().reset(next_epoch_state(handed))
-        else:
-            super().reset(handed)
-            super().reset(None)
+        ahead = handed is not None and handed is not self._pulled_state
+        for state in epoch_after(handed) if initial_state is None and ahead else (initial_state,):
+            super().reset(state)
 
     def clear(self) -> None:
         """Drop the batches staged for the stream that is left; their copies end in the background."""
@@ -210,11 +206,3 @@ class DevicePrefetch(Stage[Any, Any]):
             raise
         copied.record(self._copy_stream)
         self._staged.append(_Staged(host, batch, copied, state))
-
-
-def _holds_cursor(state: dict[str, Any]) -> bool:
-    try:
-        find_cursor(state)
-    except ValueError:
-        return False
-    return True

@@ -1,0 +1,204 @@
+"""One batch from a constructor to its model-parallel peers: a message, then its tensors.
+
+The message holds the source's state, the scalars and the sizes; the structure only where it changed, or never where a
+`BatchSpec` declares it. What is neither tensor nor scalar goes through the payload codec: nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from evenstep.comm.batch_message import BATCH, CONSTRUCTOR, END, ERROR, MessageChannel
+from evenstep.comm.batch_spec import BatchSpec
+from evenstep.comm.batch_structure import (
+    Leaves,
+    TensorKind,
+    describe,
+    digest_of,
+    dump,
+    parse,
+    rebuild,
+    tensor_kinds,
+)
+from evenstep.comm.batch_tensors import TensorBroadcast
+from evenstep.comm.codec import PayloadCodec
+from evenstep.comm.communicator import Communicator
+from evenstep.comm.rounds import describe_error, remote_error
+from evenstep.errors import ConfigMismatch, RemoteRankError, WireFormatError
+
+__all__ = ["BatchBroadcast", "Message", "Prepared"]
+
+
+@dataclass(slots=True)
+class Message:
+    """What the constructor told: a batch, an error, or (neither) the end.
+
+    Attributes:
+        state: The source's state at this batch or end; None with an error.
+        batch: The batch.
+        is_end: Whether the stream has ended.
+        error: What every peer raises.
+    """
+
+    state: dict[str, Any] | None = None
+    batch: Any = None
+    is_end: bool = False
+    error: RemoteRankError | None = None
+
+
+@dataclass(slots=True)
+class Prepared:
+    """A batch that is known to be fit for sending; nobody has been told anything yet."""
+
+    document: bytes
+    extra: bytes
+    tensors: list[torch.Tensor]
+    kinds: list[TensorKind]
+    structure: bytes
+
+
+class BatchBroadcast:
+    """One rank's end of the broadcasts of a data-parallel replica; position 0 sends, all others receive.
+
+    Args:
+        communicator: The ranks of the replica.
+        spec: What every batch looks like; None to tell the structure whenever it changes.
+    """
+
+    def __init__(self, communicator: Communicator, spec: BatchSpec | None = None) -> None:
+        self._ranks = communicator.ranks
+        self._rank = communicator.ranks[communicator.position]
+        self._spec = spec
+        self._channel = MessageChannel(communicator)
+        self._tensors = TensorBroadcast(communicator)
+        self._codec = PayloadCodec()
+        self._structure = b""  # what the peers were told last
+        self._node: list[Any] = []
+        self._kinds: list[TensorKind] = []
+
+    def restart(self) -> None:
+        """The next message is the first of another stream (an epoch, a loaded state)."""
+        self._channel.restart()
+
+    def prepare(self, batch: Any, state: dict[str, Any]) -> Prepared:
+        """Look at a batch without sending anything, so that whatever is wrong with it can still be told.
+
+        Raises:
+            TypeError: The batch or the state holds what cannot be sent.
+            ValueError: The batch is not what the specification says.
+        """
+        leaves = Leaves()
+        node = describe(batch, leaves)
+        told: dict[str, Any] = {"state": state, "scalars": leaves.scalars, "others": len(leaves.others)}
+        structure = b""
+        if self._spec is not None:
+            told["device"] = self._spec.check(node, leaves.tensors)
+            told["dims"] = self._spec.dims_to_tell(leaves.tensors)
+            told["spec"] = self._spec.digest
+        else:
+            structure = dump(node)
+            told["digest"] = digest_of(structure)
+            told["shapes"] = [list(tensor.shape) for tensor in leaves.tensors]
+            if structure != self._structure:
+                told["structure"] = node
+        extra = self._encode(leaves)
+        return Prepared(_to_json(told), extra, leaves.tensors, tensor_kinds(node), structure)
+
+    def send(self, prepared: Prepared) -> None:
+        """Broadcast a batch."""
+        self._channel.post(BATCH, prepared.document, prepared.extra)
+        self._structure = prepared.structure
+        self._tensors.send(prepared.tensors, prepared.kinds)
+
+    def send_end(self, state: dict[str, Any]) -> None:
+        """Tell the peers that the stream has ended."""
+        self._channel.post(END, _to_json({"state": state}))
+
+    def send_error(self, error: BaseException) -> None:
+        """Tell the peers why there is no next batch: where it first happened, in its own words."""
+        told: dict[str, Any] = {"error": describe_error(error, self._rank).decode()}
+        if isinstance(error, RemoteRankError):
+            # The peers repeat what every other rank says.
+            told["origin"] = [str(error), error.rank, error.error_type, error.error_message, error.sample]
+        self._channel.post(ERROR, _to_json(told))
+
+    def receive(self) -> Message:
+        """Wait for the constructor's next message.
+
+        Raises:
+            RemoteRankError: The constructor is in another stream, or is gone.
+            ConfigMismatch: It has another specification.
+            WireFormatError: It sent something else.
+        """
+        kind, told, extra = self._channel.listen()
+        if kind == END:
+            return Message(state=told["state"], is_end=True)
+        if kind == ERROR:
+            return Message(error=_told_error(told))
+        shapes = self._shapes(told)
+        leaves = Leaves()
+        leaves.scalars = told["scalars"]
+        if told["others"]:
+            buffer = torch.from_numpy(np.frombuffer(extra, np.uint8).copy())
+            leaves.others = self._codec.decode(buffer, told["others"])
+        leaves.tensors = self._tensors.receive(self._kinds, shapes)
+        return Message(state=told["state"], batch=rebuild(self._node, leaves))
+
+    def _shapes(self, told: dict[str, Any]) -> list[list[int]]:
+        """The shapes of the batch's tensors; takes note of its structure."""
+        if self._spec is not None:
+            if told.get("spec") != self._spec.digest:
+                raise ConfigMismatch(
+                    f"rank {self._ranks[CONSTRUCTOR]} sends batches by another batch specification than this rank's: its "
+                    "bytes would be misread; give every rank of a data-parallel replica the same batch_spec"
+                )
+            self._node = self._spec.structure(told["device"])
+            self._kinds = tensor_kinds(self._node)
+            return self._spec.shapes(told["dims"])
+        if "structure" in told:
+            self._structure = dump(told["structure"])
+            self._node = parse(self._structure)
+            self._kinds = tensor_kinds(self._node)
+        if told.get("digest") != digest_of(self._structure):
+            raise WireFormatError(
+                f"rank {self._ranks[CONSTRUCTOR]} sent a batch of a structure that this rank was never told; give every "
+                "rank of a data-parallel replica the same batch_spec"
+            )
+        shapes: list[list[int]] = told["shapes"]
+        return shapes
+
+    def _encode(self, leaves: Leaves) -> bytes:
+        if not leaves.others:
+            return b""
+        measures = []
+        for path, value in zip(leaves.paths, leaves.others, strict=True):
+            try:
+                measures.append(self._codec.measure(value))
+            except TypeError as error:
+                raise TypeError(f"batch{path} cannot be told to model-parallel peers: {error}") from None
+        nbytes, structures = zip(*measures, strict=True)
+        out = torch.empty(self._codec.segment_bytes(nbytes, structures), dtype=torch.uint8)
+        self._codec.encode(leaves.others, out)
+        return out.numpy().tobytes()
+
+
+def _to_json(told: dict[str, Any]) -> bytes:
+    try:
+        return json.dumps(told, separators=(",", ":")).encode()
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"the state at this batch cannot be told to model-parallel peers ({error}); a state is made of dicts, lists, "
+            f"numbers and strings: {told.get('state')!r}"
+        ) from None
+
+
+def _told_error(told: dict[str, Any]) -> RemoteRankError:
+    if "origin" not in told:
+        return remote_error(told["error"].encode())
+    text, rank, error_type, message, sample = told["origin"]
+    return RemoteRankError(text, rank=rank, error_type=error_type, error_message=message, sample=sample)

@@ -1,0 +1,110 @@
+"""Give every model-parallel peer the batch that its constructor built."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torchdata.nodes import BaseNode
+
+from evenstep.comm.batch_spec import BatchSpec
+from evenstep.comm.broadcast import BatchBroadcast
+from evenstep.comm.communicator import Communicator
+from evenstep.nodes.epoch_after import epoch_after
+from evenstep.nodes.stage import Stage
+
+__all__ = ["ModelBroadcast"]
+
+
+class ModelPlane(Protocol):
+    """What `ModelBroadcast` needs of a `DataPlane`."""
+
+    @property
+    def model(self) -> Communicator:
+        """The ranks of this data-parallel replica, its constructor first."""
+
+    @property
+    def is_constructor(self) -> bool:
+        """Whether this rank builds batches."""
+
+
+class ModelBroadcast(Stage[Any, Any]):
+    """The same batch, and the same state after it, on every rank of a data-parallel replica.
+
+    All ranks call `next` in lockstep, from the training thread. The constructor pulls ``source``; its peers never
+    do: their source only knows the state before the first batch. An end is an end on every rank. An error is
+    raised as it is at the constructor and as `RemoteRankError` on its peers. A replica of one rank passes
+    batches through. Taking the state, `reset` and closing post nothing.
+
+    Args:
+        source: Makes batches, at the constructor.
+        plane: Knows the replica.
+        spec: What every batch looks like, so that no structure is told; the same on every rank.
+    """
+
+    def __init__(self, source: BaseNode[Any], plane: ModelPlane, spec: BatchSpec | None = None) -> None:
+        super().__init__(source)
+        self._alone = len(plane.model.ranks) == 1
+        self._is_constructor = plane.is_constructor
+        self._wire = BatchBroadcast(plane.model, spec)
+        self._begun = False
+        self._state: dict[str, Any] | None = None
+        self._pulled_state: dict[str, Any] | None = None
+
+    def reset(self, initial_state: dict[str, Any] | None = None) -> None:
+        """Go to ``initial_state``, or to the epoch after the last batch handed out."""
+        handed = self._state
+        behind = handed is not None and handed is not self._pulled_state  # a peer's source never moves
+        for state in epoch_after(handed) if initial_state is None and behind else (initial_state,):
+            super().reset(state)
+
+    def clear(self) -> None:
+        """The next message belongs to another stream, if this one has begun."""
+        if self._begun:
+            self._wire.restart()
+        self._begun = False
+        self._state = self._pulled_state = None
+
+    def get_state(self) -> dict[str, Any]:
+        """The constructor's state at the batch handed out last."""
+        return super().get_state() if self._state is None else self._state
+
+    def produce(self) -> Any:
+        """The constructor's next batch."""
+        if self._alone:
+            return next(self.source)
+        self._begun = True
+        return self._send() if self._is_constructor else self._receive()
+
+    def _send(self) -> Any:
+        if self._state is None:
+            self._state = self._pulled_state = self.source.state_dict()
+        try:
+            batch = next(self.source)
+            self._pulled_state = self.source.state_dict()
+            prepared = self._wire.prepare(batch, self._pulled_state)
+        except StopIteration:
+            self._state = self._pulled_state = self.source.state_dict()
+            self._wire.send_end(self._state)
+            raise
+        except Exception as error:
+            self._tell(error)
+            raise
+        self._wire.send(prepared)
+        self._state = self._pulled_state
+        return batch
+
+    def _receive(self) -> Any:
+        message = self._wire.receive()
+        if message.error is not None:
+            raise message.error
+        self._state = message.state
+        if message.is_end:
+            raise StopIteration
+        return message.batch
+
+    def _tell(self, error: Exception) -> None:
+        try:
+            self._wire.send_error(error)
+        except Exception as failure:
+            # The peers cannot be reached: what they would have been told is still the first cause.
+            error.__context__ = failure
