@@ -46,7 +46,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what happens to documents longer than a row (default: %(default)s)",
     )
     layout.add_argument(
-        "--dp-sizes", type=int, nargs="+", default=[8, 64], metavar="N", help="data-parallel ranks"
+        "--dp-sizes",
+        type=int,
+        nargs="+",
+        default=[8, 64],
+        metavar="N",
+        help="data-parallel ranks (default: 8 64)",
     )
     layout.add_argument(
         "--windows",
@@ -54,11 +59,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[1, 2, 4, 8],
         metavar="N",
-        help="micro-batches planned together",
+        help="micro-batches planned together (default: 1 2 4 8)",
     )
     layout.add_argument(
-        "--algorithms", nargs="+", default=["lpt", "auto"], choices=get_args(Algorithm), metavar="NAME",
-        help=f"of {', '.join(get_args(Algorithm))} (default: lpt auto)",
+        "--algorithms", nargs="+", default=["refine", "auto"], choices=get_args(Algorithm), metavar="NAME",
+        help=f"of {', '.join(get_args(Algorithm))} (default: refine auto)",
     )  # fmt: skip
     layout.add_argument("--micro-batch-size", type=int, default=1, metavar="N", help="rows of a micro-batch")
     layout.add_argument(
@@ -93,7 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     sample = parser.add_argument_group("sample and output")
     sample.add_argument(
-        "--steps", type=int, default=8, metavar="N", help="optimizer steps to sample (default: 8)"
+        "--steps", type=int, default=5, metavar="N", help="optimizer steps to sample (default: 5)"
     )
     sample.add_argument("--seed", type=int, default=0)
     sample.add_argument(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +16,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = ["draw_efficiency", "draw_lengths", "draw_step"]
+
+P = ParamSpec("P")
 
 _INK, _MUTED, _GRID = "#1f2933", "#7b8794", "#e4e7eb"
 _WORK = ("#2f6690", "#6aa3c8")
@@ -43,24 +47,34 @@ _STYLE: Any = {
 }
 
 
+def _styled(draw: Callable[P, Figure]) -> Callable[P, Figure]:
+    @wraps(draw)
+    def styled(*args: P.args, **kwargs: P.kwargs) -> Figure:
+        import matplotlib as mpl
+
+        with mpl.rc_context(_STYLE):
+            return draw(*args, **kwargs)
+
+    return styled
+
+
 def _figure(width: float, height: float, columns: int, rows: int = 1, **kwargs: Any) -> tuple[Figure, Any]:
     # The object interface, not pyplot: no global state, no display, no warning about open figures.
-    import matplotlib as mpl
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=(width, height), layout="constrained")
-        FigureCanvasAgg(figure)
-        return figure, figure.subplots(rows, columns, squeeze=False, **kwargs)
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, figure.subplots(rows, columns, squeeze=False, **kwargs)
 
 
+@_styled
 def draw_efficiency(simulation: Simulation) -> Figure:
     """Efficiency by window, one panel per dp size, one line per algorithm."""
     sizes = list(dict.fromkeys(outcome.dp_size for outcome in simulation.outcomes))
     columns = min(len(sizes), 4)
     rows = -(-len(sizes) // columns)
-    figure, grid = _figure(max(6.4, 3.5 * columns), 3.4 * rows + 0.5, columns, rows, sharey=True)
+    figure, grid = _figure(max(7.6, 3.6 * columns), 3.4 * rows + 0.5, columns, rows, sharey=True)
     panels: list[Axes] = list(grid.flat)
     floor = min(outcome.efficiency for outcome in simulation.outcomes)
     for panel, dp_size in zip(panels, sizes, strict=False):
@@ -74,7 +88,7 @@ def draw_efficiency(simulation: Simulation) -> Figure:
     for row in grid:
         row[0].set_ylabel("efficiency (1 is perfect)")
     handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 4 * columns))
     return figure
 
 
@@ -83,7 +97,7 @@ def _efficiency_panel(panel: Axes, outcomes: list[Outcome], simulation: Simulati
     position = {window: place for place, window in enumerate(windows)}
     for name, style in ((SHUFFLED, "--"), (SAMPLER, ":")):
         level = next(outcome.efficiency for outcome in outcomes if outcome.layout == name)
-        panel.axhline(level, color=_MUTED, linestyle=style, linewidth=1.6, label=f"{name} (not planned)")
+        panel.axhline(level, color=_MUTED, linestyle=style, linewidth=1.6, label=name)
     algorithms = list(dict.fromkeys(outcome.layout for outcome in outcomes if outcome.window))
     bounds: dict[int, float] = {}
     for number, algorithm in enumerate(algorithms):
@@ -109,6 +123,7 @@ def _efficiency_panel(panel: Axes, outcomes: list[Outcome], simulation: Simulati
     panel.set_xlim(-0.3, len(windows) - 0.7)
 
 
+@_styled
 def draw_step(picture: StepPicture) -> Figure:
     """One optimizer step as a timeline of its ranks, before and after balancing, on one time axis."""
     figure, grid = _figure(10.0, 5.6, 1, 2, sharex=True, sharey=True)
@@ -121,8 +136,8 @@ def draw_step(picture: StepPicture) -> Figure:
         f"after: {picture.algorithm!r}, windows of {picture.window} micro-batch{plural}",
     )
     for panel, loads, title in zip(panels, (picture.before, picture.after), titles, strict=True):
-        ends.append(_timeline(panel, loads / even))
-        panel.set_title(f"{title}: {ends[-1]:.2f}")
+        ends.append(_timeline(panel, loads / even, waits_once=picture.sync == "step"))
+        panel.set_title(f"{title}: takes {ends[-1]:.2f}")
         panel.set_ylabel("dp rank")
     for panel in panels:
         panel.axvline(1.0, color=_INK, linewidth=1.2, linestyle="--")
@@ -130,44 +145,48 @@ def draw_step(picture: StepPicture) -> Figure:
         panel.set_ylim(picture.dp_size - 0.5, -0.5)
         panel.grid(False)
         panel.tick_params(left=False)
-    panels[-1].set_xlabel("time, in units of a perfectly even step (dashed line)")
+    panels[-1].set_xlabel("time, relative to a perfectly even step (dashed)")
     _step_legend(figure)
     return figure
 
 
-def _timeline(panel: Axes, loads: npt.NDArray[np.float64]) -> float:
+def _timeline(panel: Axes, loads: npt.NDArray[np.float64], *, waits_once: bool) -> float:
+    """Draw a bar per rank and micro-batch, and return when the last rank is done."""
     micro_batches, ranks = loads.shape
     height = 0.86 if ranks <= 24 else 1.0
-    begin = 0.0
-    for number in range(micro_batches):
-        work = loads[number]
-        makespan = float(work.max())
-        color = _WORK[number % 2]
-        panel.barh(range(ranks), work, left=begin, height=height, color=color, linewidth=0)
-        panel.barh(range(ranks), makespan - work, left=begin + work, height=height, color=_WAIT, linewidth=0)
-        begin += makespan
-        panel.axvline(begin, color="white", linewidth=1.0)
-    return begin
+    begin = np.zeros(ranks)
+    for number, work in enumerate(loads):
+        panel.barh(range(ranks), work, left=begin, height=height, color=_WORK[number % 2], linewidth=0)
+        begin = begin + work
+        if waits_once and number < micro_batches - 1:
+            continue
+        end = float(begin.max())
+        panel.barh(range(ranks), end - begin, left=begin, height=height, color=_WAIT, linewidth=0)
+        panel.axvline(end, color="white", linewidth=1.0)
+        begin = np.full(ranks, end)
+    return float(begin.max())
 
 
 def _step_legend(figure: Figure) -> None:
     from matplotlib.patches import Patch
 
     handles = [
-        Patch(color=_WORK[0], label="work (micro-batches in turn dark"),
-        Patch(color=_WORK[1], label="and light)"),
+        Patch(color=_WORK[0], label="work, odd micro-batches"),
+        Patch(color=_WORK[1], label="work, even micro-batches"),
         Patch(color=_WAIT, label="waiting for the slowest rank"),
     ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False)
+    figure.legend(handles=handles, loc="outside lower center", ncols=3)
 
 
+@_styled
 def draw_lengths(lengths: npt.NDArray[np.int64], seq_len: int) -> Figure:
     """Where the documents are, and where the tokens are, by length."""
     lengths = lengths[lengths > 0]
     figure, grid = _figure(10.0, 3.4, 1)
     panel: Axes = grid[0, 0]
-    low, high = float(lengths.min()), float(max(lengths.max(), seq_len))
-    edges = np.geomspace(low * 0.9, high * 1.1, 70)
+    low, high = float(np.quantile(lengths, 0.001)), float(max(lengths.max(), seq_len))
+    edges = np.geomspace(0.9 * low, 1.1 * high, 70)
+    edges[0] = min(edges[0], 0.9 * float(lengths.min()))
     middle = np.sqrt(edges[1:] * edges[:-1])
     documents, _ = np.histogram(lengths, bins=edges)
     tokens, _ = np.histogram(lengths, bins=edges, weights=lengths.astype(np.float64))
@@ -180,6 +199,7 @@ def draw_lengths(lengths: npt.NDArray[np.int64], seq_len: int) -> Figure:
         panel.step(middle, share, where="mid", color=color, linewidth=1.6, label=label)
     panel.axvline(seq_len, color=_INK, linewidth=1.2, linestyle="--", label=f"row of {seq_len:,} tokens")
     panel.set_xscale("log")
+    panel.set_xlim(0.8 * low, 1.2 * high)
     panel.set_ylim(bottom=0)
     panel.set_xlabel("tokens of a document")
     panel.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")

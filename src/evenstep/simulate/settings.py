@@ -12,7 +12,7 @@ import numpy.typing as npt
 from evenstep.cost import DEFAULT_COST, CostModel
 from evenstep.plan import Algorithm
 
-__all__ = ["Oversized", "Settings", "fitting", "usual_seq_len"]
+__all__ = ["Oversized", "Settings", "Sync", "fitting", "usual_seq_len"]
 
 Oversized = Literal["truncate", "split", "drop"]
 Sync = Literal["micro_batch", "step"]
@@ -49,7 +49,7 @@ class Settings:
     seq_len: int
     dp_sizes: tuple[int, ...] = (8, 64)
     windows: tuple[int, ...] = (1, 2, 4, 8)
-    algorithms: tuple[Algorithm, ...] = ("lpt", "auto")
+    algorithms: tuple[Algorithm, ...] = ("refine", "auto")
     micro_batch_size: int = 1
     accumulation_steps: int = 8
     cost: CostModel = DEFAULT_COST
@@ -59,7 +59,7 @@ class Settings:
     reference: Literal["shuffled", "sampler"] = "shuffled"
     order: Literal["shuffled", "sequential"] = "shuffled"
     seed: int = 0
-    steps: int = 8
+    steps: int = 5
     bytes_per_token: int = 8
     min_gain: float = 0.0
 

@@ -13,7 +13,7 @@ from evenstep.cost import padding_cost
 from evenstep.plan import Algorithm, Objective, PackingConstraints, plan_window
 from evenstep.plan.metrics import moved, rank_of
 from evenstep.simulate.progress import Progress, no_progress
-from evenstep.simulate.settings import Settings, fitting
+from evenstep.simulate.settings import Settings, Sync, fitting
 from evenstep.simulate.steps import SampledStep, sampled_steps
 
 __all__ = ["SAMPLER", "SHUFFLED", "Outcome", "Simulation", "StepPicture", "simulate"]
@@ -66,6 +66,7 @@ class Outcome:
 class StepPicture:
     """Rank costs of one step before and after balancing, float64 ``[micro_batches, dp_size]``."""
 
+    sync: Sync
     dp_size: int
     window: int
     algorithm: str
@@ -180,9 +181,20 @@ def _every_layout(
             outcomes.append(outcome)
             if outcome.speedup > best:
                 best, after = outcome.speedup, (window, algorithm, layouts[0].loads)
+    padding = _padded_micro_batch(settings)
     return outcomes, StepPicture(
-        dp_size=dp_size, window=after[0], algorithm=after[1], before=shuffled[0].loads, after=after[2]
+        sync=settings.sync,
+        dp_size=dp_size,
+        window=after[0],
+        algorithm=after[1],
+        before=shuffled[0].loads + padding,
+        after=after[2] + padding,
     )
+
+
+def _padded_micro_batch(settings: Settings) -> float:
+    """What a rank's micro-batch costs if it is all padding; documents cost the difference to it."""
+    return float(padding_cost(settings.cost)[0]) * settings.seq_len * settings.micro_batch_size
 
 
 def _unplanned(step: SampledStep, row: npt.NDArray[np.int32], settings: Settings, dp_size: int) -> _Layout:
@@ -236,13 +248,7 @@ def _outcome(
     shuffled: list[_Layout],
 ) -> Outcome:
     objective = Objective(sync=settings.sync)
-    # A padded row costs what its padding would, whatever replaces it: the same for every layout.
-    floor = (
-        float(padding_cost(settings.cost)[0])
-        * settings.seq_len
-        * settings.micro_batch_size
-        * settings.accumulation_steps
-    )
+    floor = _padded_micro_batch(settings) * settings.accumulation_steps
     spans = np.array([objective.score(layout.loads) for layout in layouts]) + floor
     before = np.array([objective.score(layout.loads) for layout in shuffled]) + floor
     means = np.array([layout.loads.sum() for layout in layouts]) / dp_size + floor
