@@ -60,11 +60,11 @@ class LocalStepSource(Protocol):
 class RankLocalBatchSampler:
     """A rank-local batch sampler (one micro-batch of indices per iteration) as a `LocalStepSource`.
 
-    ``set_epoch`` is called with the number of each epoch if the batch sampler has it. If it has
-    ``state_dict`` and ``load_state_dict``, they carry its position; otherwise a resume iterates its epoch
-    again up to the saved micro-batch. Its own state must count a micro-batch when it yields it, not when the
-    next one is asked for. Without ``set_epoch`` a new epoch is one more ``iter()``, as in a DataLoader. Micro-batches that make no complete step at the end of an epoch are
-    left out.
+    ``set_epoch`` is called with the number of each epoch if the batch sampler has it; without it, a new
+    epoch is one more ``iter()``, as in a DataLoader. ``state_dict`` and ``load_state_dict`` carry its
+    position if it has both; they must count a micro-batch when it is yielded, not when the next one is asked
+    for. Without them a resume iterates the epoch again up to the saved micro-batch. Micro-batches that make
+    no complete step at the end of an epoch are left out.
 
     Args:
         batch_sampler: Yields one micro-batch of dataset indices per iteration, for this rank alone.
@@ -101,67 +101,6 @@ class RankLocalBatchSampler:
         self._ended = False
         self._batches: Iterator[Sequence[int]] | None = None  # None: not begun
         self._epoch_start: Any = None  # the batch sampler's own state there
-
-    def start(self) -> Cursor:
-        """The beginning of epoch 0."""
-
-    def local_step(self, cursor: Cursor) -> LocalStep | None:
-        """This rank's part of the step that begins at ``cursor``; None at the end of the epoch.
-
-        Raises:
-            StateMismatch: ``cursor`` is not where this source stands.
-        """
-
-    def state(self) -> Mapping[str, Any]:
-        """A copy of this rank's position: plain values and whatever the batch sampler keeps."""
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go to a position that `state` returned."""
-
-
-class RankLocalBatchSampler:
-    """A rank-local batch sampler (one micro-batch of indices per iteration) as a `LocalStepSource`.
-
-    ``set_epoch`` is called with the number of each epoch if the batch sampler has it. If it has
-    ``state_dict`` and ``load_state_dict``, they carry its position; otherwise a resume iterates its epoch
-    again up to the saved micro-batch. Its own state must count a micro-batch when it yields it, not when the
-    next one is asked for. Without ``set_epoch`` a new epoch is one more ``iter()``, as in a DataLoader. Micro-batches that make no complete step at the end of an epoch are
-    left out.
-
-    Args:
-        batch_sampler: Yields one micro-batch of dataset indices per iteration, for this rank alone.
-        accumulation_steps: Micro-batches per rank and optimizer step.
-        global_batch_size: Samples of one optimizer step over all ranks, by which the cursor advances; equal
-            on every rank.
-
-    Example:
-        >>> batches = [[0, 1], [2, 3], [4, 5], [6, 7]]
-        >>> source = RankLocalBatchSampler(batches, accumulation_steps=2, global_batch_size=8)
-        >>> step = source.local_step(source.start())
-        >>> [batch.tolist() for batch in step.micro_batches], step.next_cursor.consumed_samples
-        ([[0, 1], [2, 3]], 8)
-    """
-
-    def __init__(
-        self,
-        batch_sampler: Iterable[Sequence[int]],
-        *,
-        accumulation_steps: int,
-        global_batch_size: int,
-    ) -> None:
-        check_count("accumulation_steps", accumulation_steps, "micro-batches per rank and step")
-        check_count("global_batch_size", global_batch_size, "samples per optimizer step")
-        self.batch_sampler: Any = batch_sampler
-        self.accumulation_steps = int(accumulation_steps)
-        self.global_batch_size = int(global_batch_size)
-        self._stateful = callable(getattr(batch_sampler, "state_dict", None)) and callable(
-            getattr(batch_sampler, "load_state_dict", None)
-        )
-        self._epoch = 0
-        self._micro_batches = 0  # of this epoch, handed out
-        self._consumed = 0  # as the cursor counts
-        self._ended = False
-        self._batches: Iterator[Sequence[int]] | None = None  # None: not begun
 
     def start(self) -> Cursor:
         """The beginning of epoch 0."""
@@ -215,13 +154,18 @@ class RankLocalBatchSampler:
         """Go to a position that `state` returned.
 
         Raises:
-            ValueError: Keys are missing.
+            ValueError: A key is missing, or its value is of another kind.
             StateMismatch: Only one of the saved and the present batch sampler has a state of its own.
         """
-        keys = ("epoch", "micro_batches", "consumed_samples", "ended", "batch_sampler")
-        missing = [key for key in keys if key not in state]
+        counts = ("epoch", "micro_batches", "consumed_samples")
+        missing = [key for key in (*counts, "ended", "batch_sampler") if key not in state]
         if missing:
             raise ValueError(f"this is not the state of a RankLocalBatchSampler: missing keys {missing}")
+        for key in counts:
+            if type(state[key]) is not int or state[key] < 0:
+                raise ValueError(f"state[{key!r}] is {state[key]!r}: expected an integer >= 0")
+        if type(state["ended"]) is not bool:
+            raise ValueError(f"state['ended'] is {state['ended']!r}: expected a bool")
         own = state["batch_sampler"]
         if (own is not None) != self._stateful:
             raise StateMismatch(
@@ -253,11 +197,12 @@ class RankLocalBatchSampler:
             self.batch_sampler.load_state_dict(copy.deepcopy(own))
 
     def _open(self) -> Iterator[Sequence[int]]:
-        if self._micro_batches == 0:
+        if not self._stateful:
             self._set_epoch()
-            if self._stateful:
-                self._epoch_start = copy.deepcopy(self.batch_sampler.state_dict())
-        batches = iter(self.batch_sampler)
+        elif self._micro_batches == 0:
+            self._set_epoch()
+            self._epoch_start = copy.deepcopy(self.batch_sampler.state_dict())
+        batches: Iterator[Sequence[int]] = iter(self.batch_sampler)
         if not self._stateful:
             next(islice(batches, self._micro_batches, self._micro_batches), None)  # what was handed out
         return batches
