@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -12,6 +13,7 @@ __all__ = ["CURSOR_VERSION", "Cursor", "find_cursor", "next_epoch_state"]
 
 CURSOR_VERSION = 1
 _UINT64 = 1 << 64
+_ORDER = re.compile(r"[A-Za-z0-9_-]{0,16}")  # bounded, so that the state is
 _HYPER_PARALLEL = "_index_sampler_state"
 
 
@@ -32,7 +34,7 @@ class Cursor:
         dp_size: Data-parallel ranks when it was taken.
         plan: 8-byte digest of the plan under way; 0 between windows.
         dataset_size: Samples of the stream's dataset; 0 if unknown.
-        order: Name of the stream's order; empty if unknown.
+        order: Name of the stream's order, at most 16 ASCII letters, digits, '-' or '_'; empty if unknown.
         seed: Seed of the order.
         stream: 8-byte digest of all else that defines the sequence; 0 if nothing else does.
     """
@@ -59,6 +61,8 @@ class Cursor:
             if f.name == "order":
                 if not isinstance(value, str):
                     raise TypeError(_bad(f.name, value, "a string"))
+                if not _ORDER.fullmatch(value):
+                    raise ValueError(_bad(f.name, value, "at most 16 ASCII letters, digits, '-' or '_'"))
                 continue
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(_bad(f.name, value, "an integer"))
@@ -85,6 +89,8 @@ class Cursor:
             raise TypeError(f"a cursor is a mapping, got {type(state).__name__} {state!r}")
         if _HYPER_PARALLEL in state:
             return _from_hyper_parallel(state)
+        if "version" in state:
+            cls(version=state["version"])  # before the keys, which another version may have changed
         names = [f.name for f in fields(cls)]
         missing = [name for name in names if name not in state]
         unknown = [str(key) for key in state if key not in names]
