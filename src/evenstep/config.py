@@ -1,1 +1,152 @@
-"""Everything a loader can be told, checked once."""
+"""Everything a loader can be told, checked once, at the edge."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from datetime import timedelta
+from typing import Any, Literal, get_args, get_type_hints
+
+from evenstep.plan import Objective, PackingConstraints
+
+__all__ = ["LoaderConfig"]
+
+_CHOICES = (
+    "oversized",
+    "empty",
+    "algorithm",
+    "exchange",
+    "collectives",
+    "resume",
+    "worker",
+    "uneven",
+    "on_sample_error",
+)
+_COUNTS = {"seq_len": 1, "micro_batch_size": 1, "num_workers": 0, "device_prefetch": 0}
+_OPTIONAL_COUNTS = {"balance_window": 1, "max_segments": 1, "host_prefetch": 0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderConfig:
+    """What a loader does; equal on every rank.
+
+    Attributes:
+        seq_len: Capacity of a row in tokens.
+        micro_batch_size: Rows of one rank in one forward/backward.
+        accumulation_steps: Micro-batches per rank and optimizer step. None: derived from sampler and mesh, so
+            that a resume on another number of ranks needs no edit. ``"auto"``: a step is a fixed number of
+            samples, packed into as few micro-batches as fit.
+        balance_window: Micro-batches planned together; None: the whole optimizer step.
+        oversized: A sample longer than ``seq_len``: ``"error"``, ``"single"`` (a row of its own) or ``"truncate"``.
+        budgets: Hard limits per row on sums of features, besides tokens.
+        max_segments: Most samples in one row.
+        empty: Samples without tokens: ``"drop"`` (counted) or ``"error"``.
+        algorithm: Planner: ``"auto"``, ``"lpt"``, ``"levels"``, ``"refine"``, or ``"reference"`` (keep the
+            sampler's layout).
+        objective: What is balanced; see `evenstep.plan.Objective`.
+        min_balance_gain: A plan must improve the objective by more than this fraction, or nothing moves.
+        broadcast_plan: The planner's plan is sent; False: every rank plans and digests are compared.
+        exchange: One payload exchange per ``"micro_batch"`` or per ``"window"``.
+        collectives: Which thread starts them: ``"producer"``, ``"caller"``, or by backend.
+        backend: Backend of control messages.
+        payload_backend: Backend of payload; None: ``backend``.
+        timeout: Longest wait for another rank.
+        dp_dims: Data-parallel mesh dimensions; None: ``dp_replicate``, ``dp_shard``, ``dp``.
+        reader_ranks: None (one reader per replica), ``"all"``, or a tuple of global ranks.
+        planner_rank: Global rank that plans; None: the first constructor of a balance group.
+        balance_group_size: dp ranks balanced together, or ``"node"``; None: all.
+        repack: Documents of a packed sample are balanced one by one; False: packed rows stay whole.
+        resume: A step under way is begun again (``"step"``) or continued (``"micro_batch"``).
+        num_workers: Workers that read samples.
+        worker: ``"thread"`` or ``"process"``.
+        host_prefetch: Micro-batches produced ahead in a thread; None: the next window, whole; 0: none.
+        device_prefetch: Batches copied to the accelerator ahead.
+        pin_memory: Copy from pinned memory.
+        cpu_fields: Batch fields that stay on the host.
+        uneven: Streams of different lengths are an ``"error"``, or ``"stop"`` together.
+        on_sample_error: A sample that cannot be read: ``"raise"`` on all ranks, or ``"skip"`` (counted, logged).
+        log_balance: Log each step's balance.
+
+    Raises:
+        TypeError, ValueError: A field does not fit; the message names it, its value and what was expected.
+    """
+
+    seq_len: int
+    micro_batch_size: int = 1
+    accumulation_steps: int | str | None = None
+    balance_window: int | None = None
+    oversized: Literal["error", "single", "truncate"] = "error"
+    budgets: Mapping[str, float] | None = None
+    max_segments: int | None = None
+    empty: Literal["drop", "error"] = "drop"
+    algorithm: Literal["auto", "lpt", "levels", "refine", "reference"] = "auto"
+    objective: Objective = field(default_factory=Objective)
+    min_balance_gain: float = 0.0
+    broadcast_plan: bool = True
+    exchange: Literal["micro_batch", "window"] = "micro_batch"
+    collectives: Literal["auto", "producer", "caller"] = "auto"
+    backend: str = "gloo"
+    payload_backend: str | None = None
+    timeout: timedelta = timedelta(minutes=5)
+    dp_dims: tuple[str, ...] | None = None
+    reader_ranks: str | tuple[int, ...] | None = None
+    planner_rank: int | None = None
+    balance_group_size: int | str | None = None
+    repack: bool = True
+    resume: Literal["step", "micro_batch"] = "step"
+    num_workers: int = 0
+    worker: Literal["thread", "process"] = "thread"
+    host_prefetch: int | None = None
+    device_prefetch: int = 1
+    pin_memory: bool = True
+    cpu_fields: tuple[str, ...] = ()
+    uneven: Literal["error", "stop"] = "error"
+    on_sample_error: Literal["raise", "skip"] = "raise"
+    log_balance: bool = False
+
+    def __post_init__(self) -> None:
+        for name, least in _COUNTS.items():
+            _check_count(name, getattr(self, name), least)
+        for name, least in _OPTIONAL_COUNTS.items():
+            if getattr(self, name) is not None:
+                _check_count(name, getattr(self, name), least)
+        if self.accumulation_steps not in (None, "auto"):
+            _check_count("accumulation_steps", self.accumulation_steps, 1)
+        hints = get_type_hints(type(self))
+        for name in _CHOICES:
+            choices = get_args(hints[name])
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name}={getattr(self, name)!r}, expected one of {list(choices)}")
+        if not isinstance(self.objective, Objective):
+            raise TypeError(f"objective={self.objective!r}, expected an evenstep.Objective")
+        if not isinstance(self.timeout, timedelta) or self.timeout <= timedelta(0):
+            raise ValueError(f"timeout={self.timeout!r}, expected a positive datetime.timedelta")
+        gain = self.min_balance_gain
+        if isinstance(gain, bool) or not isinstance(gain, (int, float)) or not 0 <= gain < 1:
+            raise ValueError(f"min_balance_gain={gain!r}, expected a fraction in [0, 1)")
+        if self.accumulation_steps == "auto" and self.balance_window is not None:
+            raise ValueError(
+                f"balance_window={self.balance_window} with accumulation_steps='auto': the number of micro-batches is "
+                "only known once the whole step is planned. Leave balance_window at None."
+            )
+        self.constraints()
+
+    def constraints(self) -> PackingConstraints:
+        """The hard limits of a row."""
+        return PackingConstraints(
+            self.seq_len,
+            oversized=self.oversized,
+            budgets=dict(self.budgets or {}),
+            max_segments=self.max_segments,
+        )
+
+    def to_dict(self) -> dict[str, str]:
+        """Every field as text: what ranks compare."""
+        return {f.name: repr(getattr(self, f.name)) for f in fields(self)}
+
+
+def _check_count(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}={value!r} ({type(value).__name__}), expected an integer")
+    if value < least:
+        raise ValueError(f"{name}={value}, expected at least {least}")

@@ -10,31 +10,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from evenstep.comm.codec import Codec
 from evenstep.comm.communicator import Communicator
 from evenstep.errors import RemoteRankError, WireFormatError
 
-__all__ = ["CHUNK_BYTES", "Codec", "Exchange", "Moves", "Pool"]
+__all__ = ["CHUNK_BYTES", "Exchange", "Moves", "Pool", "Stamp"]
 
 CHUNK_BYTES = 1 << 30  # gloo and NCCL count in 32 bits somewhere below; stay clear of 2 GiB
 _MAGIC = 0x7365_676D_656E_7431  # "segment1"
 _PREAMBLE = 64
 _FINE, _FAILED = 0, 1
-
-
-class Codec(Protocol):
-    """How samples become bytes; see `evenstep.comm.codec`."""
-
-    def measure(self, sample: Any) -> tuple[int, int]:
-        """(bytes of this sample in a segment, key of its structure)."""
-
-    def segment_bytes(self, nbytes: npt.NDArray[np.int64], structures: npt.NDArray[np.int64]) -> int:
-        """Size of a segment of such samples."""
-
-    def encode(self, samples: list[Any], out: torch.Tensor) -> None:
-        """Fill ``out``, uint8 of exactly that size."""
-
-    def decode(self, buffer: torch.Tensor, count: int) -> list[Any]:
-        """The samples, as views into ``buffer``."""
 
 
 class Pool(Protocol):

@@ -24,7 +24,7 @@ class Stage(BaseNode[Out], Generic[In, Out]):
     def __init__(self, source: BaseNode[In]) -> None:
         super().__init__()
         self.source = source
-        self._stopped: BaseException | None = None
+        self._stopped: Exception | None = None
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
         """Go to ``initial_state``, or to the epoch after the last item handed out."""
@@ -39,9 +39,19 @@ class Stage(BaseNode[Out], Generic[In, Out]):
             raise self._stopped
         try:
             return self.produce()
-        except BaseException as error:
+        except Exception as error:
             self._stopped = error
+            if not isinstance(error, StopIteration):
+                self._report(error)
             raise
+
+    def _report(self, error: Exception) -> None:
+        """The other ranks hear of ``error`` in this rank's next header, which is then its last."""
+        for node in upstream(self):
+            plane = getattr(node, "plane", None)
+            if plane is not None:
+                plane.fail(error)
+                return
 
     def get_state(self) -> dict[str, Any]:
         """The source's state: this stage adds nothing of its own."""

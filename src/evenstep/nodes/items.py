@@ -1,0 +1,132 @@
+"""What travels between the nodes, from a window of samples to the rows of one micro-batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from evenstep.comm.columns import Columns
+from evenstep.cursor import Cursor
+from evenstep.samples import BatchInfo
+
+__all__ = ["GatheredWindow", "Place", "PlannedBatch", "RoutedBatch", "Window"]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a window stands in the stream.
+
+    Attributes:
+        start: Cursor at the beginning of its optimizer step.
+        end: Cursor after that step.
+        first: Its first micro-batch in the step.
+        count: Its micro-batches; 0 if only the plan will tell.
+        total: Micro-batches of the step; 0 if only the plan will tell.
+        skip: Its micro-batches delivered before a resume.
+        plan: Digest of the plan under which those were delivered; 0 if none were.
+        source: Rank-local states of an external source (at ``start``, at ``end``); None if it has none.
+    """
+
+    start: Cursor
+    end: Cursor
+    first: int
+    count: int
+    total: int
+    skip: int = 0
+    plan: int = 0
+    source: tuple[Any, Any] | None = None
+
+    def begin(self) -> dict[str, Any]:
+        """The state at the beginning of this window's optimizer step."""
+        return self._state(self.start, 0)
+
+    def after(self, delivered: int, digest: int) -> dict[str, Any]:
+        """The state once ``delivered`` micro-batches of this window have been handed out."""
+        done = self.first + delivered
+        if done == self.total:
+            return self._state(self.end, 1)
+        under_way = digest if delivered < self.count else 0
+        return self._state(replace(self.start, micro_batch=done, plan=under_way), 0)
+
+    def _state(self, cursor: Cursor, side: int) -> dict[str, Any]:
+        state = cursor.to_dict()
+        return state if self.source is None else {**state, "source": self.source[side]}
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What one reader knows of a window.
+
+    Attributes:
+        place: Where it stands.
+        columns: Metadata of this reader's samples; of all samples where lengths are known ahead.
+        indices: Dataset index of each of those samples, int64 ``[n]``; -1 for a stream.
+        samples: Their payloads; empty where they are read after planning.
+        dropped: Empty samples left out.
+        skipped: Unreadable samples left out.
+    """
+
+    place: Place
+    columns: Columns
+    indices: npt.NDArray[np.int64]
+    samples: list[Any] = field(repr=False)
+    dropped: int = 0
+    skipped: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GatheredWindow:
+    """A window as every rank of its balance group knows it.
+
+    Attributes:
+        place: Where it stands.
+        columns: Metadata of all samples of the group, in window order.
+        holders: Group position that holds each sample, int32 ``[n]``; None where nobody has read it yet.
+        indices: Dataset index of each sample, int64 ``[n]``; None where only its holder knows.
+        local: This rank's payloads by position in ``columns``.
+        step_loss_tokens: Loss tokens of the whole optimizer step on all ranks; None if unknown.
+    """
+
+    place: Place
+    columns: Columns
+    holders: npt.NDArray[np.int32] | None
+    indices: npt.NDArray[np.int64] | None
+    local: dict[int, Any] = field(repr=False)
+    step_loss_tokens: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedBatch:
+    """One micro-batch of a planned window, on all ranks of the balance group.
+
+    Attributes:
+        window: The window.
+        assignment: Flat row of every sample of the window, int32 ``[n]``.
+        place: Where the window stands, its number of micro-batches resolved.
+        micro_batch: Position inside the window.
+        digest: Digest of the plan.
+    """
+
+    window: GatheredWindow
+    assignment: npt.NDArray[np.int32]
+    place: Place
+    micro_batch: int
+    digest: int
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedBatch:
+    """The payloads of this rank's rows of one micro-batch.
+
+    Attributes:
+        rows: Samples of each row, in window order; empty lists where a row has none.
+        seq_len: Capacity of a row.
+        info: What the training loop is told.
+    """
+
+    rows: list[list[Any]] = field(repr=False)
+    seq_len: int
+    info: BatchInfo

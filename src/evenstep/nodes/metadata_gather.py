@@ -1,0 +1,115 @@
+"""Brings the metadata of a whole window to every rank of a balance group, after a status header."""
+
+from __future__ import annotations
+
+import numpy as np
+from torchdata.nodes import BaseNode
+
+from evenstep.comm.columns import Columns, as_bytes
+from evenstep.comm.plane import DataPlane
+from evenstep.comm.rounds import EXHAUSTED, FAILED, OK, Header
+from evenstep.errors import RemoteRankError
+from evenstep.nodes.items import GatheredWindow, Place, Window
+from evenstep.nodes.stage import Stage
+
+__all__ = ["MetadataGather", "announce", "window_header"]
+
+
+class MetadataGather(Stage[Window, GatheredWindow]):
+    """One header from every rank, then one padded gather of columns.
+
+    A source that raises on one rank raises RemoteRankError on all of them, here, before anything else is posted.
+
+    Args:
+        source: Where the windows come from.
+        plane: The data plane.
+        uneven: What to do when the streams of some ranks end before others': ``"error"`` or ``"stop"``.
+    """
+
+    def __init__(self, source: BaseNode[Window], plane: DataPlane, *, uneven: str = "error") -> None:
+        super().__init__(source)
+        self.plane = plane
+        self._uneven = uneven
+
+    def produce(self) -> GatheredWindow:
+        """Gather the next window."""
+        window, headers = announce(self.source, self.plane, self._uneven)
+        group = self.plane.balance
+        assert group is not None
+        mine = window.columns
+        sizes = [headers[rank].column_bytes for rank in group.ranks]
+        rows = group.all_gather(as_bytes(mine, max(1, *sizes))).numpy()
+        parts = [
+            Columns.unpack(
+                rows[p, : headers[rank].column_bytes], headers[rank].samples, mine.stages, mine.names
+            )
+            for p, rank in enumerate(group.ranks)
+        ]
+        columns, holders = Columns.gather(parts)
+        local = np.flatnonzero(holders == group.position)
+        return GatheredWindow(
+            place=window.place,
+            columns=columns,
+            holders=holders,
+            indices=None,
+            local=dict(zip(local.tolist(), window.samples, strict=True)),
+            step_loss_tokens=step_loss_tokens(window.place, headers),
+        )
+
+
+def announce(
+    source: BaseNode[Window], plane: DataPlane, uneven: str = "error"
+) -> tuple[Window, dict[int, Header]]:
+    """Pull a window and exchange headers; whatever ``source`` does, every rank hears of it.
+
+    Returns:
+        The window and the header of every rank of the data plane.
+
+    Raises:
+        StopIteration: The stream has ended on all ranks.
+        RemoteRankError: A rank failed or left.
+    """
+    assert plane.rounds is not None, "only ranks of the data plane gather"
+    window: Window | None = None
+    failure: Exception | None = None
+    header = Header(EXHAUSTED)
+    try:
+        window = next(source)
+        header = window_header(window)
+    except StopIteration:
+        pass
+    except Exception as error:
+        failure, header = error, Header(FAILED)
+    try:
+        headers = plane.rounds.begin(header, failure, uneven=uneven)
+    except RemoteRankError as error:
+        if failure is not None:
+            raise error from failure
+        raise
+    if window is None or any(h.status != OK for h in headers.values()):
+        raise StopIteration
+    return window, headers
+
+
+def window_header(window: Window) -> Header:
+    """What this rank says of its window."""
+    start, place = window.place.start, window.place
+    return Header(
+        OK,
+        epoch=start.epoch,
+        step=start.step,
+        consumed=start.consumed_samples,
+        first=place.first,
+        count=place.count,
+        samples=len(window.columns),
+        column_bytes=window.columns.packed_bytes,
+        schema=window.columns.schema,
+        skipped=window.skipped,
+        loss_tokens=window.columns.known_loss_tokens(),
+    )
+
+
+def step_loss_tokens(place: Place, headers: dict[int, Header]) -> int | None:
+    """Loss tokens of the optimizer step on all ranks, where the window is the step and every rank knows its own."""
+    told = [h.loss_tokens for h in headers.values()]
+    return sum(told) if place.count == place.total and min(told) >= 0 else None

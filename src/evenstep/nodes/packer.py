@@ -1,0 +1,59 @@
+"""Packs each row and collates the rows: from here on the values are the user's own batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping
+from typing import Any
+
+from torchdata.nodes import BaseNode
+
+from evenstep.nodes.items import RoutedBatch
+from evenstep.nodes.stage import Stage
+from evenstep.packing import collate_rows, fused, pack_text, padding_row
+
+__all__ = ["Packer"]
+
+
+class Packer(Stage[RoutedBatch, Any]):
+    """``collate([pack(samples, seq_len) for samples in rows])``, the built-in pair in one pass.
+
+    A row without samples is evenstep's padding row; ``pack`` is never called with an empty list. A mutable mapping
+    gets the batch's `BatchInfo` under ``"info"``.
+
+    Args:
+        source: Routed micro-batches.
+        pack: ``(samples, seq_len) -> row``.
+        collate: ``rows -> batch``.
+    """
+
+    def __init__(
+        self,
+        source: BaseNode[RoutedBatch],
+        pack: Callable[[list[Any], int], Any] = pack_text,
+        collate: Callable[[list[Any]], Any] = collate_rows,
+    ) -> None:
+        super().__init__(source)
+        self._pack = pack
+        self._collate = collate
+        self._fused = fused(pack, collate)
+
+    def produce(self) -> Any:
+        """Build the next batch."""
+        routed = next(self.source)
+        if self._fused is not None:
+            batch: Any = self._fused(routed.rows, routed.seq_len)
+        else:
+            batch = self._collate(self._rows(routed))
+        if isinstance(batch, MutableMapping):
+            batch["info"] = routed.info
+        return batch
+
+    def _rows(self, routed: RoutedBatch) -> list[Any]:
+        packed = [self._pack(samples, routed.seq_len) if samples else None for samples in routed.rows]
+        like = next((row for row in packed if row is not None), None)
+        return [_empty(like, routed.seq_len) if row is None else row for row in packed]
+
+
+def _empty(like: Any, seq_len: int) -> dict[str, Any]:
+    shaped = like if isinstance(like, MutableMapping) and "input_ids" in like else None
+    return padding_row(shaped, seq_len=seq_len)

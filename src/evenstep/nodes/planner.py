@@ -1,0 +1,160 @@
+"""Plans each window and hands out its micro-batches."""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from torchdata.nodes import BaseNode
+
+from evenstep.comm.plane import DataPlane
+from evenstep.comm.plans import SharedPlan, compare_plan, send_plan
+from evenstep.config import LoaderConfig
+from evenstep.nodes.items import GatheredWindow, PlannedBatch
+from evenstep.nodes.metadata_gather import MetadataGather, announce
+from evenstep.nodes.stage import Stage, upstream
+from evenstep.plan import Plan, plan_window, reference_layout
+
+__all__ = ["Planner"]
+
+_KEPT_PLANS = 64  # for whoever asks how balanced the last batches were; more are never in flight
+_SOME_PLAN = 1  # stands for the digest where balance groups have plans of their own
+
+
+class Planner(Stage[Any, PlannedBatch]):
+    """One window in, its micro-batches out; equal on every rank of a balance group.
+
+    Args:
+        source: Gathered windows; or windows whose metadata is known ahead, for which it posts the status header.
+        plane: The data plane.
+        config: Constraints, objective, algorithm and gate.
+
+    Attributes:
+        plans: (optimizer step, first micro-batch, plan) of the last windows planned on this rank.
+    """
+
+    def __init__(self, source: BaseNode[Any], plane: DataPlane, config: LoaderConfig) -> None:
+        super().__init__(source)
+        self.plane = plane
+        self.plans: deque[tuple[int, int, Plan]] = deque(maxlen=_KEPT_PLANS)
+        self._config = config
+        self._gathered = any(isinstance(node, MetadataGather) for node in upstream(source))
+        self._pending: deque[PlannedBatch] = deque()
+        self._state: dict[str, Any] | None = None
+
+    def clear(self) -> None:
+        """Forget the window under way."""
+        self._pending.clear()
+        self._state = None
+
+    def get_state(self) -> dict[str, Any]:
+        """The cursor after the last micro-batch handed out."""
+        if self._state is None:
+            state: dict[str, Any] = self.source.state_dict()
+            return state
+        return dict(self._state)
+
+    def produce(self) -> PlannedBatch:
+        """The next micro-batch."""
+        while not self._pending:
+            self._pending.extend(self._plan_next())
+        batch = self._pending.popleft()
+        self._state = batch.place.after(batch.micro_batch + 1, batch.digest)
+        return batch
+
+    def _plan_next(self) -> list[PlannedBatch]:
+        window: GatheredWindow = next(self.source) if self._gathered else self._announced()
+        shared = self._share(window)
+        place, groups = window.place, self.plane.topology.dp_size > self.plane.topology.balance_group_size
+        digest = _SOME_PLAN if groups else shared.digest
+        place = replace(place, count=shared.micro_batches, total=place.total or shared.micro_batches)
+        if place.skip and (digest != place.plan or place.skip >= place.count):
+            return self._begin_again(window)
+        if shared.plan is not None:
+            self.plans.append((place.start.step, place.first, shared.plan))
+        return [
+            PlannedBatch(window, shared.assignment, place, m, digest) for m in range(place.skip, place.count)
+        ]
+
+    def _begin_again(self, window: GatheredWindow) -> list[PlannedBatch]:
+        """The plan under which micro-batches were delivered is not the one made now: none can be skipped."""
+        place = window.place
+        warnings.warn(
+            f"the state stands after micro-batch {place.first + place.skip} of step {place.start.step}, but its window "
+            "is planned differently now (cost model, algorithm, gate, capacity or metadata changed); the step starts "
+            "again",
+            stacklevel=2,
+        )
+        self.source.reset(place.begin())
+        return []
+
+    def _announced(self) -> GatheredWindow:
+        """A window whose metadata every rank knows: only the status header is exchanged."""
+        window, _ = announce(self.source, self.plane)
+        topology, place = self.plane.topology, window.place
+        loss = window.columns.known_loss_tokens()
+        whole = place.count == place.total and topology.balance_group_size == topology.dp_size
+        return GatheredWindow(
+            place=place,
+            columns=window.columns,
+            holders=None,
+            indices=window.indices,
+            local={},
+            step_loss_tokens=loss if whole and loss >= 0 else None,
+        )
+
+    def _share(self, window: GatheredWindow) -> SharedPlan:
+        group = self.plane.balance
+        assert group is not None
+
+        def make() -> Plan:
+            return self._plan(window)
+
+        if len(group.ranks) == 1:
+            return SharedPlan.of(make())
+        if not self._config.broadcast_plan:
+            return compare_plan(group, make)
+        planner = group.ranks.index(self.plane.topology.planner)
+        return send_plan(group, planner, make, len(window.columns))
+
+    def _plan(self, window: GatheredWindow) -> Plan:
+        config, columns = self._config, window.columns
+        constraints, dp_size = config.constraints(), self.plane.topology.balance_group_size
+        features = {name: columns.feature(name) for name in columns.names}
+        reference, micro_batches = columns.rows, window.place.count
+        if not micro_batches:
+            reference, micro_batches = reference_layout(
+                columns.tokens,
+                dp_size=dp_size,
+                rows=config.micro_batch_size,
+                constraints=constraints,
+                features=features,
+            )
+        keep = config.algorithm == "reference"
+        return plan_window(
+            columns.tokens,
+            columns.costs,
+            dp_size=dp_size,
+            micro_batches=micro_batches if keep or window.place.count else None,
+            rows=config.micro_batch_size,
+            reference=reference,
+            constraints=constraints,
+            objective=config.objective,
+            algorithm="lpt" if config.algorithm == "reference" else config.algorithm,
+            min_gain=1.0 if keep else config.min_balance_gain,
+            features=features,
+            holders=self._holders(window),
+            payload_bytes=columns.nbytes if columns.nbytes.any() else None,
+        )
+
+    def _holders(self, window: GatheredWindow) -> np.ndarray[Any, np.dtype[np.int32]] | None:
+        """Dp rank, counted inside the balance group, that holds each sample."""
+        group, topology = self.plane.balance, self.plane.topology
+        if window.holders is None or group is None:
+            return None
+        dp_of = {rank: d for d, replica in enumerate(topology.replicas) for rank in replica}
+        by_position = np.array([dp_of[rank] - topology.group_start for rank in group.ranks], dtype=np.int32)
+        return by_position[window.holders]

@@ -1,0 +1,196 @@
+"""The background thread of `HostPrefetch`: drives everything upstream, and always ends.
+
+The thread holds the source but not the node that owns it, so that an abandoned node can be collected, which
+stops the thread. All collectives upstream run on it: production, the reset that leaves one stream for another,
+and the last header on shutdown.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from torchdata.nodes import BaseNode
+
+from evenstep.comm.plane import DataPlane
+from evenstep.nodes.stage import upstream
+
+__all__ = ["Produced", "Producer"]
+
+_PATIENCE = 2.0  # seconds that a thread gets to notice that it is to give up
+
+
+class Produced:
+    """One result of the source: an item with the state after it, or the error (an end is one) that stopped it."""
+
+    __slots__ = ("boundary", "error", "item", "state")
+
+    def __init__(self, item: Any, state: Any, error: BaseException | None, boundary: bool) -> None:
+        self.item = item
+        self.state = state
+        self.error = error
+        self.boundary = boundary
+
+
+class Producer:
+    """Runs a source ahead in one daemon thread.
+
+    Args:
+        source: What is driven; nobody else calls it while the thread lives.
+        has_room: Given what is queued, whether another item may be produced.
+        is_boundary: Whether a state lies between two windows.
+    """
+
+    def __init__(
+        self,
+        source: BaseNode[Any],
+        has_room: Callable[[deque[Produced]], bool],
+        is_boundary: Callable[[Any], bool],
+    ) -> None:
+        self._source = source
+        self._has_room = has_room
+        self._is_boundary = is_boundary
+        self._changed = threading.Condition()
+        self._queue: deque[Produced] = deque()
+        self._thread: threading.Thread | None = None
+        self._running = False  # may produce
+        self._busy = False  # is inside the source
+        self._order: Callable[[], None] | None = None
+        self._stop = False
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread has been started and not stopped."""
+        return self._thread is not None and not self._stop
+
+    def start(self) -> None:
+        """Produce, from now on; the thread is started by the first call."""
+        with self._changed:
+            if self._stop:
+                raise RuntimeError("this prefetcher has been closed and gives no more items")
+            self._running = not any(produced.error for produced in self._queue)
+            if self._thread is None:
+                rank = next((p.topology.rank for p in [self._plane()] if p is not None), 0)
+                self._thread = threading.Thread(
+                    target=self._run, name=f"evenstep-prefetch-rank{rank}", daemon=True
+                )
+                self._thread.start()
+            self._changed.notify_all()
+
+    def get(self) -> Produced:
+        """The next result, once there is one; an error stays in the queue."""
+        with self._changed:
+            while not self._queue:
+                if self._stop:
+                    raise RuntimeError("this prefetcher has been closed and gives no more items")
+                self._changed.wait()
+            first = self._queue[0]
+            if first.error is None:
+                self._queue.popleft()
+                self._changed.notify_all()
+            return first
+
+    def ready(self) -> bool:
+        """Whether `get` would not wait."""
+        return bool(self._queue)
+
+    def settle(self) -> None:
+        """Wait until the thread has produced all it may."""
+        with self._changed:
+            while self.alive and (self._busy or (self._running and self._has_room(self._queue))):
+                self._changed.wait()
+
+    def call(self, order: Callable[[], None]) -> None:
+        """Stop producing, drop what is queued, and run ``order`` on the thread; raises what it raises.
+
+        Without a thread it runs here.
+        """
+        if not self.alive:
+            order()
+            return
+        done = threading.Event()
+        failure: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                order()
+            except BaseException as error:
+                failure.append(error)
+            finally:
+                done.set()
+
+        with self._changed:
+            self._running = False
+            self._order = run
+            self._changed.notify_all()
+        # A timeout lets the main thread hear Ctrl-C on every platform.
+        while not done.wait(0.5):
+            if self._thread is None or not self._thread.is_alive():
+                break
+        with self._changed:
+            self._queue.clear()
+        if failure:
+            raise failure[0]
+
+    def close(self, grace: float | None = None) -> None:
+        """Leave the other ranks properly, or without ceremony after ``grace`` seconds, and end the thread."""
+        with self._changed:
+            self._stop = True
+            self._running = False
+            self._changed.notify_all()
+        thread = self._thread
+        if thread is None or thread is threading.current_thread():
+            return
+        plane = self._plane()
+        if grace is None:
+            grace = 5.0 if plane is None else plane.close_grace
+        thread.join(grace)
+        if thread.is_alive() and plane is not None:
+            plane.abandon()
+            thread.join(_PATIENCE)
+        with self._changed:
+            self._queue.clear()
+
+    def _plane(self) -> DataPlane | None:
+        planes = (getattr(node, "plane", None) for node in upstream(self._source))
+        return next((plane for plane in planes if plane is not None), None)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not (self._stop or self._order or (self._running and self._has_room(self._queue))):
+                    self._changed.wait()
+                if self._stop:
+                    break
+                order, self._order = self._order, None
+                self._busy = True
+            if order is not None:
+                order()
+                result = None
+            else:
+                result = self._produce()
+            with self._changed:
+                self._busy = False
+                if result is not None and not (self._order or self._stop):
+                    self._queue.append(result)
+                    self._running = self._running and result.error is None
+                self._changed.notify_all()
+            if result is not None and result.error is not None:
+                self._leave()
+        self._leave()
+
+    def _produce(self) -> Produced:
+        try:
+            item = next(self._source)
+            state = self._source.state_dict()
+        except BaseException as error:
+            return Produced(None, None, error, True)
+        return Produced(item, state, None, self._is_boundary(state))
+
+    def _leave(self) -> None:
+        """Tell the other ranks that nothing more comes from here."""
+        plane = self._plane()
+        if plane is not None and plane.rounds is not None:
+            plane.rounds.leave()

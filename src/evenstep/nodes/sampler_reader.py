@@ -1,0 +1,150 @@
+"""Reads this rank's samples of each window, in the sampler's order: where every graph over a dataset begins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torchdata.nodes import BaseNode
+
+from evenstep.comm.codec import Codec
+from evenstep.comm.plane import DataPlane
+from evenstep.config import LoaderConfig
+from evenstep.cost import CostModel
+from evenstep.cursor import Cursor, find_cursor
+from evenstep.nodes.items import Place, Window
+from evenstep.nodes.layout import Layout
+from evenstep.nodes.read import SampleReader
+from evenstep.samples import MetadataTable
+from evenstep.sampling import Sampler, Step
+
+__all__ = ["SamplerReader"]
+
+
+class SamplerReader(BaseNode[Window]):
+    """The source of a graph over a map-style dataset.
+
+    Its state is the shared cursor, and the place where a stream is left and another begun: `reset` finishes the
+    conversation with the other ranks (see `evenstep.comm.rounds`) before it moves.
+
+    Args:
+        sampler: Which samples make a step; equal on every rank.
+        dataset: Anything with ``dataset[i]``; None on ranks that read nothing.
+        plane: The data plane.
+        config: The loader's configuration.
+        metadata_fn: ``sample -> int | SampleMetadata``; default ``len(sample["input_ids"])``.
+        metadata: Columns of the whole dataset, if they are known: then nothing is read here.
+        cost: Cost model; default `evenstep.cost.LinearQuadraticCost`.
+        codec: How samples travel; default `PayloadCodec`.
+        start: Where a fresh stream begins; default: the beginning of epoch 0.
+        allow_changed_dataset: Accept a state of another dataset, order or seed.
+
+    Raises:
+        ValueError: The sampler's steps do not divide over the mesh.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        dataset: Any,
+        plane: DataPlane,
+        config: LoaderConfig,
+        *,
+        metadata_fn: Callable[[Any], Any] | None = None,
+        metadata: MetadataTable | None = None,
+        cost: CostModel | None = None,
+        codec: Codec | None = None,
+        start: Cursor | None = None,
+        allow_changed_dataset: bool = False,
+    ) -> None:
+        super().__init__()
+        self.plane = plane
+        self.sampler = sampler
+        self.layout = Layout.resolve(sampler.rows_per_step, config, plane.topology.dp_size)
+        self._config = config
+        self._reader = SampleReader(dataset, config, plane, metadata_fn=metadata_fn, cost=cost, codec=codec)
+        self._metadata = metadata
+        self._allow_changed = allow_changed_dataset
+        self._begin = self.layout.stamp(sampler.start() if start is None else start)
+        self._state = self._begin.to_dict()
+        self._fresh = True
+        self._places: Iterator[Place] = iter(())
+        self._step: Step | None = None
+        self._position = self._begin
+
+    def reset(self, initial_state: dict[str, Any] | None = None) -> None:
+        """Go to ``initial_state``, or to the epoch after the last item handed out."""
+        super().reset(initial_state)
+        if self.plane.rounds is not None:
+            self.plane.rounds.restart()
+        if initial_state is not None:
+            cursor = Cursor.from_dict(find_cursor(initial_state))
+            cursor.check_stream(self.sampler.start(), allow_changed_dataset=self._allow_changed)
+            self._state = cursor.to_dict()
+        elif not self._fresh:
+            cursor = Cursor.from_dict(self._state).next_epoch()
+            self._state = cursor.to_dict()
+        else:
+            cursor = self._begin
+        self._fresh = False
+        self._position = self.layout.position(cursor, self._config.resume)
+        self._places, self._step = iter(()), None
+
+    def next(self) -> Window:
+        """Read the next window."""
+        place = next(self._places, None)
+        if place is None:
+            place = self._next_step()
+        assert self._step is not None
+        window = self._read(self._step, place)
+        # The last window's state is the state after its step; "auto" cannot tell yet, and has one window a step.
+        self._state = place.end.to_dict() if not place.total else place.after(place.count, 0)
+        return window
+
+    def get_state(self) -> dict[str, Any]:
+        """The cursor after the last window handed out."""
+        return dict(self._state)
+
+    def _next_step(self) -> Place:
+        step = self.sampler.step_at(self._position)
+        if step is None:
+            raise StopIteration
+        self._check(step)
+        self._step = step
+        self._places = self.layout.places(self._position, step.next_cursor)
+        self._position = step.next_cursor
+        return next(self._places)
+
+    def _check(self, step: Step) -> None:
+        rank, expected = self.plane.topology.rank, self.layout.rows_per_step
+        if len(step.indices) != len(step.rows):
+            raise ValueError(
+                f"rank {rank}: the sampler gave {len(step.indices)} indices and {len(step.rows)} rows, expected "
+                "one row for each index"
+            )
+        used = np.unique(step.rows)
+        if len(used) != expected or int(used[0]) != 0 or int(used[-1]) != expected - 1:
+            raise ValueError(
+                f"rank {rank}: the sampler filled {len(used)} rows of a step, expected each of 0..{expected - 1}: "
+                "an empty row would leave a rank without data. Mark padding with index -1."
+            )
+
+    def _read(self, step: Step, place: Place) -> Window:
+        topology = self.plane.topology
+        indices, rows, owner = self.layout.select(step, place, topology)
+        order = np.arange(len(indices), dtype=np.int64)
+        if self._metadata is not None:
+            return self._reader.known(place, indices, rows, order, self._metadata)
+        mine = self._share(owner)
+        return self._reader.read(place, indices[mine], rows[mine], order[mine])
+
+    def _share(self, owner: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
+        """Which of the window's samples this rank reads: those of each dp rank are dealt out to its readers."""
+        topology = self.plane.topology
+        mine = []
+        for dp_rank, ranks in enumerate(topology.readers):
+            if topology.rank in ranks:
+                mine.append(np.flatnonzero(owner == dp_rank)[ranks.index(topology.rank) :: len(ranks)])
+        return np.sort(np.concatenate(mine)) if mine else np.empty(0, dtype=np.int64)
