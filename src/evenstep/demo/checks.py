@@ -1,0 +1,108 @@
+"""What the demo claims, each as a check that can fail."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from evenstep.demo.records import StepRecord
+from evenstep.demo.resume import Ledger
+
+__all__ = ["Check", "SpeedUp", "check_ledger", "check_losses", "check_promise", "check_speed"]
+
+LOSS_TOLERANCE = 1e-4  # relative; float32 sums in another order, amplified by a few optimizer steps
+LEAST_PROMISE = 1.2
+LEAST_KEPT = 0.85
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A claim, whether it holds, and the figures behind it.
+
+    Attributes:
+        name: Short name, a key of ``summary.json``.
+        passed: Whether it holds; None if it was not checked.
+        text: One sentence with the figures, and the reason if it failed or was not checked.
+    """
+
+    name: str
+    passed: bool | None
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class SpeedUp:
+    """Reference over balanced, on the same steps.
+
+    Attributes:
+        predicted: By the sums of makespans.
+        measured: By the sums of wall seconds.
+        kept: Median over the steps of measured over predicted; one disturbed step does not move it.
+    """
+
+    predicted: float
+    measured: float
+    kept: float
+
+    @classmethod
+    def of(cls, reference: Sequence[StepRecord], balanced: Sequence[StepRecord]) -> SpeedUp:
+        """Compare the steps that both have."""
+        pairs = list(zip(reference, balanced, strict=False))
+        predicted = [a.makespan / b.makespan for a, b in pairs]
+        measured = [a.seconds / b.seconds for a, b in pairs]
+        return cls(
+            predicted=sum(a.makespan for a, _ in pairs) / sum(b.makespan for _, b in pairs),
+            measured=sum(a.seconds for a, _ in pairs) / sum(b.seconds for _, b in pairs),
+            kept=statistics.median(m / p for m, p in zip(measured, predicted, strict=True)),
+        )
+
+
+def check_promise(speed_up: SpeedUp, *, skip: str = "") -> Check:
+    """The predicted makespans promise enough to be worth measuring."""
+    text = f"predicted makespans promise {speed_up.predicted:.2f}x (at least {LEAST_PROMISE}x)"
+    return _speed_check("promise", speed_up.predicted >= LEAST_PROMISE, text, skip)
+
+
+def check_speed(speed_up: SpeedUp, *, skip: str = "") -> Check:
+    """The clock confirms what the makespans promise."""
+    text = (
+        f"measured {speed_up.measured:.2f}x; the median step keeps {speed_up.kept:.0%} of its promise "
+        f"(at least {LEAST_KEPT:.0%})"
+    )
+    return _speed_check("speed_up", speed_up.kept >= LEAST_KEPT, text, skip)
+
+
+def _speed_check(name: str, passed: bool, text: str, skip: str) -> Check:
+    return Check(name, None, f"{text}; not checked: {skip}") if skip else Check(name, passed, text)
+
+
+def check_losses(name: str, first: Sequence[StepRecord], second: Sequence[StepRecord], what: str) -> Check:
+    """Two runs over the same steps have the same loss at each."""
+    if [record.step for record in first] != [record.step for record in second] or not first:
+        steps = [[record.step for record in records] for records in (first, second)]
+        return Check(name, False, f"{what}: the runs trained the steps {steps[0]} and {steps[1]}")
+    differences = [_difference(a.loss, b.loss) for a, b in zip(first, second, strict=True)]
+    worst = max(differences)
+    at = first[differences.index(worst)].step
+    text = (
+        f"{what}: the losses of {len(first)} steps differ by at most {worst:.1e} (at step {at}; "
+        f"tolerance {LOSS_TOLERANCE:.0e})"
+    )
+    return Check(name, worst <= LOSS_TOLERANCE, text)
+
+
+def _difference(first: float, second: float) -> float:
+    difference = abs(first - second) / abs(first)
+    return difference if math.isfinite(difference) else math.inf
+
+
+def check_ledger(ledger: Ledger, *, ranks: Sequence[int], stopped_after: str) -> Check:
+    """Every sample exactly once, over both launches."""
+    text = (
+        f"stopped after {stopped_after}, went on with {ranks[1]} ranks instead of {ranks[0]}: of "
+        f"{ledger.expected:,} samples {len(ledger.skipped)} were skipped, {len(ledger.repeated)} repeated, "
+        f"{len(ledger.foreign)} came from elsewhere"
+    )
+    return Check("ledger", ledger.exact, text)

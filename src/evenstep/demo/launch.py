@@ -1,0 +1,90 @@
+"""Starts the demo's own ranks on this machine, as torchrun --standalone does: a free port, loopback only."""
+
+from __future__ import annotations
+
+import os
+import socket
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+__all__ = ["RanksFailed", "launch"]
+
+T = TypeVar("T")
+_TIMEOUT = timedelta(minutes=5)
+
+
+class RanksFailed(RuntimeError):  # noqa: N818 - it says what happened
+    """A rank of the demo ended with an error; the message is that of the first one that failed."""
+
+
+def launch(ranks: int, function: Callable[..., T], *args: Any) -> T:
+    """Run ``function(*args)`` on new processes joined by gloo, and return what rank 0 returned.
+
+    Every rank computes on one thread, so that ranks do not take each other's cores.
+
+    Args:
+        ranks: Number of processes.
+        function: A function of a module; it travels by name.
+        args: Its arguments; they are pickled.
+
+    Raises:
+        RanksFailed: A rank raised or died; the others have been stopped.
+    """
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+        max_restarts=0,
+        monitor_interval=0.1,
+        start_method="spawn",
+    )
+    try:
+        with _environment(OMP_NUM_THREADS="1", **_loopback()):
+            results = elastic_launch(config, _rank)(function, *args)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        message = failure.message
+        text = message["message"] if isinstance(message, dict) else message
+        raise RanksFailed(f"rank {rank} failed: {text}") from error
+    first: T = results[0]
+    return first
+
+
+@record
+def _rank(function: Callable[..., T], *args: Any) -> T:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=_TIMEOUT)
+    try:
+        return function(*args)
+    finally:
+        dist.destroy_process_group()
+
+
+def _loopback() -> dict[str, str]:
+    """Gloo listens on the interface of the host name unless it is told another."""
+    names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    return {"GLOO_SOCKET_IFNAME": names[0]} if names else {}
+
+
+@contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    """Variables that new processes inherit; what the user has set stays."""
+    added = {name: value for name, value in values.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]

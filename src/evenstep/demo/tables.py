@@ -1,0 +1,72 @@
+"""What the demo prints: the corpus as a table, and a line for every step as it ends."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from evenstep.cost import LinearQuadraticCost
+from evenstep.demo.records import StepRecord, moved_tokens
+from evenstep.demo.tokens import Pieces
+
+__all__ = ["corpus_table", "print_heading", "print_pair", "print_resumed"]
+
+_COLUMNS = "{:>4}  {:<9}  {:>7}  {:>8}  {:>9}  {:>9}  {:>7}  {:>7}  {:>8}"
+
+
+def corpus_table(pieces: Pieces, seq_len: int) -> str:
+    """Documents, tokens, percentiles, and what became of empty and of long documents."""
+    store = pieces.store
+    lengths = store.lengths
+    total = int(lengths.sum())
+    marks = np.percentile(lengths, (50, 90, 99, 100), method="lower").astype(int)
+    empty = int((lengths == 0).sum())
+    parts = int((pieces.lengths > 0).sum()) - (len(lengths) - empty) + pieces.split
+    rows = [
+        ("documents", f"{len(lengths):,}"),
+        ("tokens", f"{total:,} ({store.bytes / max(total, 1):.2f} bytes each, vocabulary {store.vocabulary:,})"),
+        ("tokens a document", "median {:,}, 90% {:,}, 99% {:,}, longest {:,}".format(*marks)),
+        ("dropped", f"{empty:,} empty documents"),
+        ("split", f"{pieces.split:,} documents longer than a row of {seq_len:,} tokens, into {parts:,} pieces"),
+        ("samples", f"{int((pieces.lengths > 0).sum()):,}"),
+        ("undecodable bytes", f"{store.undecodable:,}, each read as U+FFFD"),
+    ]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
+
+
+def print_heading(cost: LinearQuadraticCost) -> None:
+    """The cost model that was measured, and the heads of the columns."""
+    ratio = cost.a / cost.b if cost.b else float("inf")
+    print(
+        f"  measured cost: {cost.a * 1e6:.1f} us a token + {cost.b * 1e9:.2f} ns a pair of tokens in a document"
+        f" (equal at {ratio:,.0f} tokens)\n"
+    )
+    print(_COLUMNS.format("", "", "", "", "efficiency", "", "moved", "", "").rstrip())
+    names = ("step", "layout", "seconds", "tokens/s", "predicted", "measured", "tokens", "padding", "loss")
+    print(_COLUMNS.format(*names), flush=True)
+
+
+def print_pair(reference: StepRecord, balanced: StepRecord) -> None:
+    """The same step in both layouts."""
+    moved = moved_tokens(reference, balanced) / int(balanced.tokens.sum())
+    print(_line("reference", reference, "-"))
+    print(_line("balanced", balanced, f"{moved:.1%}"), flush=True)
+
+
+def print_resumed(record: StepRecord) -> None:
+    """A step after the stop."""
+    print(_line(f"{record.compute.shape[1]} ranks", record, "-"), flush=True)
+
+
+def _line(layout: str, record: StepRecord, moved: str) -> str:
+    return _COLUMNS.format(
+        record.step,
+        layout,
+        f"{record.seconds:.2f}",
+        f"{record.tokens_per_second:,.0f}",
+        f"{record.predicted_efficiency:.3f}",
+        f"{record.measured_efficiency:.3f}",
+        moved,
+        f"{record.padding_share:.1%}",
+        f"{record.loss:.5f}",
+    )
