@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import importlib
+import json
 import os
 import re
 import signal
@@ -116,6 +118,12 @@ def warn(rank: int) -> None:
 def print_from(rank: int) -> None:
     print(f"rank {rank} prints", flush=True)
     os.write(2, b"and complains\n")
+
+
+def kill_the_server(rank: int, path: str) -> None:
+    Path(path).write_text(str(os.getpid()))
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(1000)
 
 
 def return_a_lambda(rank: int) -> Callable[[], None]:
@@ -367,6 +375,25 @@ def test_a_script_and_its_classes_work_as_main(tmp_path: Path) -> None:
         check=False,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")
+
+
+def test_the_loss_of_the_server_is_told_and_the_next_run_starts_another(tmp_path: Path) -> None:
+    message = (
+        "the process that forks ranks ended with exit code -9: no rank can be started. Its own error is on "
+        "stderr; the next call starts a new one"
+    )
+    with pytest.raises(RuntimeError, match=rf"\A{re.escape(message)}\Z"):
+        run_ranks(kill_the_server, 1, str(tmp_path / "pid"), init=False)
+    assert _is_gone(int((tmp_path / "pid").read_text()))
+    assert run_ranks(rank_and_size, 1) == [(0, 1)]
+
+
+def test_functions_of_importable_modules_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "evenstep_helper.py").write_text("def triple(rank):\n    return 3 * rank\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    helper = importlib.import_module("evenstep_helper")
+    assert run_ranks(helper.triple, 2, init=False) == [0, 3]
+    assert run_ranks(json.dumps, 2, init=False) == ["0", "1"]
 
 
 def test_a_function_that_no_other_process_can_find_is_refused() -> None:

@@ -103,6 +103,8 @@ class RankServer:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+        if self.process.returncode != 0:  # it could not clean up
+            _send(set(self.children), signal.SIGKILL)
 
     def _expect(self, wanted: bytes) -> int:
         while True:
