@@ -58,7 +58,7 @@ def encode(samples: Sequence[Any], by: Codec = codec, fill: int = 0xA5) -> Tenso
 def same(sent: Any, got: Any) -> bool:
     """Equal as law 9 means it; written without the codec's own comparisons."""
     if isinstance(sent, Tensor):
-        plain = torch.empty(sent.numel(), dtype=sent.dtype)
+        plain = torch.zeros(sent.numel() * sent.dtype.itemsize, dtype=torch.uint8).view(sent.dtype)
         plain.view(sent.shape).copy_(sent.detach())
         return (
             type(got) is Tensor

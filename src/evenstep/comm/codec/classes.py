@@ -32,10 +32,10 @@ def is_named_tuple_type(kind: type) -> bool:
 def is_dataclass_type(kind: type) -> bool:
     """Whether instances of ``kind`` are plain objects with dataclass fields, and nothing else."""
     # Their __new__ and layout are object's: such an instance is made without running any code of the class.
-    return dataclasses.is_dataclass(kind) and _plain_object(kind)
+    return dataclasses.is_dataclass(kind) and _is_plain(kind)
 
 
-def _plain_object(kind: type) -> bool:
+def _is_plain(kind: type) -> bool:
     built_in = [base for base in kind.__mro__ if base is not object and not base.__flags__ & _HEAP_TYPE]
     return not built_in and not inspect.isabstract(kind) and not isinstance(kind, enum.EnumMeta)
 

@@ -173,7 +173,7 @@ def parse_structure(text: bytes) -> Node:
         OverflowError,
         RecursionError,
     ) as error:
-        raise WireFormatError(f"structure {text[:200]!r} cannot be read: {error}") from None
+        raise WireFormatError(f"structure {text[:200]!r} cannot be read: {str(error)[:200]}") from None
 
 
 def _parse(spec: Any, depth: int) -> Node:
