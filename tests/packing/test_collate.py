@@ -32,10 +32,10 @@ ROWS = st.lists(st.lists(st.integers(1, 7), max_size=4), min_size=1, max_size=4)
 
 
 @given(ROWS, st.sampled_from([1, 8]))
-def test_padded_rows_are_the_rows(lengths: list[list[int]], multiple_of: int) -> None:
+def test_padded_rows_are_the_rows(lengths: list[list[int]], pad_to_multiple_of: int) -> None:
     rows = [make_row(docs, 29) for docs in lengths]
-    batch = collate_rows(rows, multiple_of=multiple_of, pad_token_id=5)
-    width = 29 if multiple_of == 1 else 32
+    batch = collate_rows(rows, pad_to_multiple_of=pad_to_multiple_of, pad_token_id=5)
+    width = 29 if pad_to_multiple_of == 1 else 32
     assert batch["input_ids"].shape == (len(rows), width)
     for k, row in enumerate(rows):
         for name, pad in (("input_ids", 5), ("labels", -100), ("position_ids", 0)):
@@ -52,13 +52,15 @@ def test_padded_rows_are_the_rows(lengths: list[list[int]], multiple_of: int) ->
 
 @given(ROWS, st.sampled_from([1, 8, 64]), st.sampled_from([1, 2, 4, 8]))
 def test_a_flat_sequence_has_every_document_in_its_place(
-    lengths: list[list[int]], multiple_of: int, document_multiple_of: int
+    lengths: list[list[int]], pad_to_multiple_of: int, pad_documents_to_multiple_of: int
 ) -> None:
     rows = [make_row(docs, 29) for docs in lengths]
-    batch = collate_varlen(rows, multiple_of=multiple_of, document_multiple_of=document_multiple_of)
+    batch = collate_varlen(
+        rows, pad_to_multiple_of=pad_to_multiple_of, pad_documents_to_multiple_of=pad_documents_to_multiple_of
+    )
     flat = [(row, start, end) for row in rows for start, end in _pairs(row["cu_seqlens"].tolist())]
     total = batch["input_ids"].shape[1]
-    assert total % multiple_of == 0
+    assert total % pad_to_multiple_of == 0
     assert total >= 1
     real = batch["cu_seqlens"].tolist()
     memory = batch["cu_seqlens_padded"].tolist()
@@ -66,7 +68,7 @@ def test_a_flat_sequence_has_every_document_in_its_place(
     assert [b - a for a, b in _pairs(real)] == [end - start for _, start, end in flat]
     covered = torch.zeros(total, dtype=torch.bool)
     for (row, start, end), at in zip(flat, memory[:-1], strict=True):
-        assert at % document_multiple_of == 0
+        assert at % pad_documents_to_multiple_of == 0
         here = slice(at, at + end - start)
         covered[here] = True
         for name in ("input_ids", "labels", "position_ids"):
@@ -105,7 +107,7 @@ def test_a_flat_sequence_of_fixed_length() -> None:
     assert collate_varlen([make_row([3], 8)], pad_to=6)["input_ids"].tolist() == [[1, 2, 3, 0, 0, 0]]
     message = (
         "pad_to is 2, but the documents take 3 tokens in multiples of 1; they would be cut; give the largest "
-        "micro-batch, rounded up to multiple_of"
+        "micro-batch, rounded up to pad_to_multiple_of"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         collate_varlen([make_row([3], 8)], pad_to=2)
@@ -142,7 +144,7 @@ def test_a_batch_of_padding_rows() -> None:
     batch = collate_rows(rows)
     assert batch["num_tokens"] == 0
     assert (batch["labels"] == -100).all()
-    flat = collate_varlen(rows, multiple_of=2)
+    flat = collate_varlen(rows, pad_to_multiple_of=2)
     assert flat["input_ids"].tolist() == [[0, 0]]
     assert flat["cu_seqlens"].tolist() == flat["cu_seqlens_padded"].tolist() == [0]
     assert flat["cu_seq_lens_q"].tolist() == [0, 2]
@@ -193,3 +195,14 @@ def test_a_batch_shares_nothing_with_its_rows(collate: Any) -> None:
         if isinstance(value, torch.Tensor):
             value.fill_(77)
     assert all(torch.equal(batch[k], v) for k, v in before.items())
+
+
+@pytest.mark.parametrize("multiple", [0, -8, 2.0, True])
+def test_a_multiple_is_a_positive_int(multiple: Any) -> None:
+    words = f" is {multiple!r}; it must be an int of at least 1, and 1 means no padding"
+    rows = [make_row([2], 4)]
+    for collate in (collate_rows, collate_varlen):
+        with pytest.raises(ValueError, match=f"^pad_to_multiple_of{re.escape(words)}$"):
+            collate(rows, pad_to_multiple_of=multiple)
+    with pytest.raises(ValueError, match=f"^pad_documents_to_multiple_of{re.escape(words)}$"):
+        collate_varlen(rows, pad_documents_to_multiple_of=multiple)

@@ -62,7 +62,7 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
     ),
     st.fixed_dictionaries(
         {},
-        optional={"multiple_of": st.just(8), "pad_token_id": st.just(9), "ignore_index": st.just(-2)},
+        optional={"pad_to_multiple_of": st.just(8), "pad_token_id": st.just(9), "ignore_index": st.just(-2)},
     ),
     st.sampled_from([collate_rows, collate_varlen]),
 )

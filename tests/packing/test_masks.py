@@ -44,9 +44,13 @@ def test_ids_count_documents_in_every_row(lengths: list[list[int]]) -> None:
 
 @given(ROWS, st.sampled_from([1, 4]), st.sampled_from([1, 4]))
 def test_ids_of_a_flat_sequence(
-    lengths: list[list[int]], multiple_of: int, document_multiple_of: int
+    lengths: list[list[int]], pad_to_multiple_of: int, pad_documents_to_multiple_of: int
 ) -> None:
-    batch = collate_varlen(pack(lengths), multiple_of=multiple_of, document_multiple_of=document_multiple_of)
+    batch = collate_varlen(
+        pack(lengths),
+        pad_to_multiple_of=pad_to_multiple_of,
+        pad_documents_to_multiple_of=pad_documents_to_multiple_of,
+    )
     ids = document_ids(batch)
     assert ids.shape == batch["input_ids"].shape
     flat = [n for docs in lengths for n in docs]
@@ -94,7 +98,7 @@ def test_one_row() -> None:
 
 
 def test_transformer_engine_gets_real_and_padded_boundaries() -> None:
-    batch = collate_varlen(pack([[3, 2], [5]]), document_multiple_of=4, multiple_of=16)
+    batch = collate_varlen(pack([[3, 2], [5]]), pad_documents_to_multiple_of=4, pad_to_multiple_of=16)
     arguments = thd_arguments(batch)
     assert arguments["qkv_format"] == "thd"
     assert arguments["cu_seqlens_q"].tolist() == arguments["cu_seqlens_kv"].tolist() == [0, 3, 5, 10]

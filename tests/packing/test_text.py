@@ -202,6 +202,24 @@ def test_a_padding_row_like_another() -> None:
         padding_row()
 
 
+def test_a_padding_row_like_a_users() -> None:
+    arrays = padding_row({"input_ids": np.ones(3, np.int32), "labels": np.ones(3), "images": np.ones((2, 4))})
+    assert {name: (value.tolist(), value.dtype) for name, value in arrays.items()} == {
+        "input_ids": ([0, 0, 0], np.int32),
+        "labels": ([-100.0] * 3, np.float64),
+        "images": ([], np.float64),
+    }
+    assert arrays["images"].shape == (0, 4)
+    assert padding_row(
+        {"input_ids": [1, 2], "labels": [1, 2], "documents": 2, "source": "web"}, seq_len=3
+    ) == {
+        "input_ids": [0, 0, 0],
+        "labels": [-100] * 3,
+        "documents": 0,
+        "source": "web",
+    }
+
+
 ONE = {"input_ids": [1, 2, 3]}
 BAD: list[tuple[list[Any], type[Exception], str]] = [
     (

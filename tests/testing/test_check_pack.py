@@ -24,9 +24,9 @@ check_quickly = functools.partial(check_pack, max_examples=60)
     [
         None,
         collate_rows,
-        functools.partial(collate_rows, multiple_of=64),
+        functools.partial(collate_rows, pad_to_multiple_of=64),
         collate_varlen,
-        functools.partial(collate_varlen, multiple_of=8, document_multiple_of=4),
+        functools.partial(collate_varlen, pad_to_multiple_of=8, pad_documents_to_multiple_of=4),
     ],
 )
 @pytest.mark.parametrize("shifted", [False, True])
@@ -275,7 +275,7 @@ def only_full_rows(rows: list[Row]) -> Row:
 
 
 def zero_labels(rows: list[Row]) -> Row:
-    batch = collate_varlen(rows, multiple_of=8)
+    batch = collate_varlen(rows, pad_to_multiple_of=8)
     batch["labels"][batch["labels"] == -100] = 0
     return batch
 

@@ -3,22 +3,28 @@
 | file | what it does |
 |---|---|
 | `fields.py` | the rules by which fields are read, cut and padded |
+| `documents.py` | the samples of a row, read and checked |
+| `layout.py` | labels, positions and boundaries from where documents end |
 | `text.py` | documents to a row |
 | `vision.py` | documents with images to a row |
+| `padding.py` | a row without samples |
 | `collate.py` | rows to a padded batch |
 | `varlen.py` | rows to one flat sequence |
 | `fused.py` | `text.py` and a collate in one pass |
 | `masks.py` | document ids, masks, the arguments of attention kernels |
 | `policy.py` | samples longer than a row, for any pack |
+| `loss.py` | the loss tokens of a sample |
 """
 
 from __future__ import annotations
 
 from evenstep.packing.collate import collate_rows
 from evenstep.packing.fused import FusedPack, fused, fused_pack
+from evenstep.packing.loss import count_loss_tokens
 from evenstep.packing.masks import block_diagonal_mask, document_ids, document_mask_mod, thd_arguments
+from evenstep.packing.padding import padding_row
 from evenstep.packing.policy import truncate_sample, with_oversized
-from evenstep.packing.text import count_loss_tokens, pack_text, padding_row
+from evenstep.packing.text import pack_text
 from evenstep.packing.varlen import collate_varlen
 from evenstep.packing.vision import pack_vision, vision_metadata
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from evenstep.packing.fields import Padding, token_dim
+from evenstep.packing.fields import Padding, round_up, token_dim
 
 __all__ = ["collate_rows"]
 
@@ -21,7 +21,7 @@ def collate_rows(
     pad_token_id: int = 0,
     ignore_index: int = -100,
     pad_values: Mapping[str, float] | None = None,
-    multiple_of: int = 1,
+    pad_to_multiple_of: int = 1,
     token_dims: Mapping[str, int | None] | None = None,
 ) -> dict[str, Any]:
     """Stacks rows of ``pack_text`` into one batch, padded to the longest row.
@@ -31,7 +31,7 @@ def collate_rows(
         pad_token_id: As in ``pack_text``; used where rows differ in length (``oversized="single"``).
         ignore_index: As in ``pack_text``.
         pad_values: As in ``pack_text``.
-        multiple_of: The batch is padded to a multiple of this many tokens.
+        pad_to_multiple_of: The batch is padded to a multiple of this many tokens.
         token_dims: As in ``pack_text``.
 
     Returns:
@@ -45,7 +45,7 @@ def collate_rows(
     """
     padding = Padding(pad_token_id, ignore_index, pad_values or {})
     names = check_rows(rows)
-    length = -(-max(len(row["input_ids"]) for row in rows) // multiple_of) * multiple_of
+    length = round_up(max(len(row["input_ids"]) for row in rows), "pad_to_multiple_of", pad_to_multiple_of)
     batch: dict[str, Any] = {}
     for name in names:
         example, dim = describe(name, rows, token_dims or {})

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ __all__ = [
     "common_dim",
     "concatenate",
     "own",
+    "round_up",
     "token_dim",
 ]
 
@@ -159,6 +160,20 @@ def length_error(name: str, tensor: torch.Tensor | None, position: int, length: 
         f"field {name!r} has {shape} in sample {position} of a row, which has {length} tokens; its values would stand "
         f"beside the wrong tokens; give one value per token{remedy}"
     )
+
+
+Count = TypeVar("Count", int, Array)
+
+
+def round_up(count: Count, name: str, multiple: int) -> Count:
+    """``count`` as a multiple of ``multiple``, the option ``name``.
+
+    Raises:
+        ValueError: ``multiple`` is no positive int.
+    """
+    if isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1:
+        raise ValueError(f"{name} is {multiple!r}; it must be an int of at least 1, and 1 means no padding")
+    return -(-count // multiple) * multiple
 
 
 def concatenate(

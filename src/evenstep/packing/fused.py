@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from evenstep.packing.collate import collate_rows
-from evenstep.packing.fields import INT32_MAX, as_tensor
+from evenstep.packing.fields import INT32_MAX, as_tensor, round_up
 from evenstep.packing.text import pack_text
 from evenstep.packing.varlen import collate_varlen, flat_length, global_boundaries
 
@@ -22,7 +22,7 @@ Sample = Mapping[str, Any]
 _WHOLE = frozenset({torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8})
 # Options that ask for more than tokens and labels; the two functions serve them one after the other.
 _SLOW_PACK = ("documents", "pad_values", "label_fields", "token_dims")
-_SLOW_COLLATE = ("document_multiple_of", "pad_values", "token_dims")
+_SLOW_COLLATE = ("pad_documents_to_multiple_of", "pad_values", "token_dims")
 
 
 def fused(pack: Callable[..., Any], collate: Callable[..., Any]) -> FusedPack | None:
@@ -115,8 +115,8 @@ class FusedPack:
     def _padded(self, rows: list[_Row], seq_len: int) -> dict[str, Any]:
         pad_token_id = self.pack_keywords.get("pad_token_id", 0)
         ignore_index = self.pack_keywords.get("ignore_index", -100)
-        multiple_of = self.collate_keywords.get("multiple_of", 1)
-        width = -(-seq_len // multiple_of) * multiple_of
+        multiple = self.collate_keywords.get("pad_to_multiple_of", 1)
+        width = round_up(seq_len, "pad_to_multiple_of", multiple)
         batch = _Fields.empty(len(rows), width)
         for k, row in enumerate(rows):
             batch.write(k, 0, row)
@@ -138,7 +138,7 @@ class FusedPack:
         ignore_index = self.pack_keywords.get("ignore_index", -100)
         joined = _Row.join(rows)
         options = self.collate_keywords
-        total = flat_length(joined.tokens, options.get("multiple_of", 1), options.get("pad_to"))
+        total = flat_length(joined.tokens, options.get("pad_to_multiple_of", 1), options.get("pad_to"))
         batch = _Fields.empty(1, total)
         batch.write(0, 0, joined)
         batch.write_labels([joined], bool(self.pack_keywords.get("shifted", False)), ignore_index)

@@ -6,9 +6,10 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from evenstep.packing.documents import Oversized
 from evenstep.packing.fields import as_tensor, token_dim
 from evenstep.packing.fused import keywords_of
-from evenstep.packing.text import Oversized, pack_text
+from evenstep.packing.text import pack_text
 from evenstep.packing.vision import pack_vision
 
 __all__ = ["truncate_sample", "with_oversized"]

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from evenstep.packing.collate import check_rows, describe, num_tokens
-from evenstep.packing.fields import INT32_MAX, Array, Padding, concatenate
+from evenstep.packing.fields import INT32_MAX, Array, Padding, concatenate, round_up
 
 __all__ = ["collate_varlen"]
 
@@ -17,8 +17,8 @@ __all__ = ["collate_varlen"]
 def collate_varlen(
     rows: Sequence[Mapping[str, Any]],
     *,
-    multiple_of: int = 1,
-    document_multiple_of: int = 1,
+    pad_to_multiple_of: int = 1,
+    pad_documents_to_multiple_of: int = 1,
     pad_to: int | None = None,
     pad_token_id: int = 0,
     ignore_index: int = -100,
@@ -36,11 +36,11 @@ def collate_varlen(
 
     Args:
         rows: At least one row of ``pack_text``.
-        multiple_of: ``total`` becomes a multiple of this (8 or 64 for tensor cores, twice the context-parallel
+        pad_to_multiple_of: ``total`` becomes a multiple of this (8 or 64 for tensor cores, twice the context-parallel
             size); the padding stands at the end.
-        document_multiple_of: Every document becomes a multiple of this (twice the context-parallel size for
+        pad_documents_to_multiple_of: Every document becomes a multiple of this (twice the context-parallel size for
             Transformer Engine); the padding stands behind each. Plan with the padded lengths, or rows outgrow memory.
-        pad_to: ``total`` itself, for static shapes; ``multiple_of`` must divide it.
+        pad_to: ``total`` itself, for static shapes; ``pad_to_multiple_of`` must divide it.
         pad_token_id: As in ``pack_text``.
         ignore_index: As in ``pack_text``.
         pad_values: As in ``pack_text``.
@@ -52,7 +52,7 @@ def collate_varlen(
         joined into one; ``cu_seqlens`` int32 ``[documents + 1]``, cumulative real lengths from 0 to
         ``num_tokens``, strictly increasing; ``cu_seqlens_padded`` int32 ``[documents + 1]``, where the documents
         start, and ``total``; ``cu_seq_lens_q``, ``cu_seq_lens_k`` int32 ``[segments + 1]`` from 0 to ``total``; ``max_seqlen``, ``max_length_q``,
-        ``max_length_k``, ``num_tokens``: ints. Without any document the sequence is padding of ``multiple_of`` tokens.
+        ``max_length_k``, ``num_tokens``: ints. Without any document the sequence is padding of ``pad_to_multiple_of`` tokens.
 
     Raises:
         ValueError: No rows, rows with different fields, or more tokens than int32 boundaries can count.
@@ -60,11 +60,11 @@ def collate_varlen(
     padding = Padding(pad_token_id, ignore_index, pad_values or {})
     names = check_rows(rows, boundaries=True)
     lengths = np.concatenate([np.diff(np.asarray(row["cu_seqlens"])) for row in rows]).astype(np.int64)
-    padded = -(-lengths // document_multiple_of) * document_multiple_of
-    total = flat_length(int(padded.sum()), multiple_of, pad_to)
+    padded = round_up(lengths, "pad_documents_to_multiple_of", pad_documents_to_multiple_of)
+    total = flat_length(int(padded.sum()), pad_to_multiple_of, pad_to)
     starts = np.concatenate(([0], np.cumsum(padded)))
     slots = None
-    if document_multiple_of > 1:
+    if pad_documents_to_multiple_of > 1:
         real_starts = np.cumsum(lengths) - lengths
         slots = torch.from_numpy(
             np.repeat(starts[:-1] - real_starts, lengths) + np.arange(int(lengths.sum()))
@@ -84,14 +84,14 @@ def collate_varlen(
     return batch
 
 
-def flat_length(tokens: int, multiple_of: int, pad_to: int | None) -> int:
+def flat_length(tokens: int, pad_to_multiple_of: int, pad_to: int | None) -> int:
     """Length of the flat sequence that holds ``tokens`` tokens, at least 1."""
-    total = -(-max(tokens, 1) // multiple_of) * multiple_of
+    total = round_up(max(tokens, 1), "pad_to_multiple_of", pad_to_multiple_of)
     if pad_to is not None:
-        if pad_to < total or pad_to % multiple_of:
+        if pad_to < total or pad_to % pad_to_multiple_of:
             raise ValueError(
-                f"pad_to is {pad_to}, but the documents take {total} tokens in multiples of {multiple_of}; they would "
-                "be cut; give the largest micro-batch, rounded up to multiple_of"
+                f"pad_to is {pad_to}, but the documents take {total} tokens in multiples of {pad_to_multiple_of}; they would "
+                "be cut; give the largest micro-batch, rounded up to pad_to_multiple_of"
             )
         total = pad_to
     if total > INT32_MAX:

@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from evenstep.packing.documents import read_input_ids
 from evenstep.packing.fields import as_tensor
-from evenstep.packing.text import count_loss_tokens, pack_text, read_input_ids
+from evenstep.packing.loss import count_loss_tokens
+from evenstep.packing.text import pack_text
 from evenstep.samples import SampleMetadata
 
 __all__ = ["VISION_FIELDS", "pack_vision", "vision_metadata"]
