@@ -100,7 +100,7 @@ class TokenBudgetSampler:
             seed=self.seed,
             stream=stream_digest("token budget", self.lengths, order_digest(self._order)),
         )
-        mean = float(np.minimum(self.lengths, seq_len).mean())
+        mean = float(min(self.lengths.mean(), seq_len))
         self._guess = int(1.1 * rows_per_step * seq_len / mean) + 16
         self._steps: dict[tuple[int, int], Step | None] = {}
         self._len: dict[int, int] = {}
@@ -116,14 +116,13 @@ class TokenBudgetSampler:
 
     def step_at(self, cursor: Cursor) -> Step | None:
         """The step that begins at ``cursor.consumed_samples``, or None at the end of its epoch."""
-        key = (cursor.epoch, cursor.consumed_samples)
-        if key not in self._steps:
-            step = self._pack(*key)
-            if len(self._steps) >= _REMEMBERED:
-                self._steps = {}
-            self._steps[key] = step
-        else:
-            step = self._steps[key]
+        begin, steps = cursor.consumed_samples, self._steps
+        if (cursor.epoch, begin) not in steps:
+            # A new dictionary, never a cleared one: another thread may be reading the old one.
+            steps = dict(list(steps.items())[1 - _REMEMBERED :])
+            steps[cursor.epoch, begin] = self._pack(cursor.epoch, begin)
+            self._steps = steps
+        step = steps[cursor.epoch, begin]
         if step is None:
             return None
         consumed = step.next_cursor.consumed_samples
