@@ -2,4 +2,56 @@
 
 from __future__ import annotations
 
+from evenstep.build import build_loader
+from evenstep.comm import DataPlane
+from evenstep.config import LoaderConfig
+from evenstep.cost import CostModel, LinearQuadraticCost, StageCost, TransformerCost, fit_cost
+from evenstep.cursor import Cursor
+from evenstep.errors import (
+    ConfigMismatch,
+    Infeasible,
+    RemoteRankError,
+    SampleError,
+    StateMismatch,
+    WireFormatError,
+)
+from evenstep.loader import Loader
+from evenstep.packing import collate_rows, collate_varlen, pack_text
+from evenstep.plan import Objective, PackingConstraints, Plan, plan_window
+from evenstep.samples import BatchInfo, MetadataTable, SampleMetadata
+from evenstep.sampling import MixtureSampler, Step, StepSampler, TokenBudgetSampler
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "BatchInfo",
+    "ConfigMismatch",
+    "CostModel",
+    "Cursor",
+    "DataPlane",
+    "Infeasible",
+    "LinearQuadraticCost",
+    "Loader",
+    "LoaderConfig",
+    "MetadataTable",
+    "MixtureSampler",
+    "Objective",
+    "PackingConstraints",
+    "Plan",
+    "RemoteRankError",
+    "SampleError",
+    "SampleMetadata",
+    "StageCost",
+    "StateMismatch",
+    "Step",
+    "StepSampler",
+    "TokenBudgetSampler",
+    "TransformerCost",
+    "WireFormatError",
+    "build_loader",
+    "collate_rows",
+    "collate_varlen",
+    "fit_cost",
+    "pack_text",
+    "plan_window",
+]

@@ -106,4 +106,3 @@ def _is_boundary(state: Any) -> bool:
         return not find_cursor(state).get("plan", 0)
     except (ValueError, AttributeError):
         return True
-

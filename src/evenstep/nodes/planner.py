@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from torchdata.nodes import BaseNode
 
 from evenstep.comm.plane import DataPlane
 from evenstep.comm.plans import SharedPlan, compare_plan, send_plan
 from evenstep.config import LoaderConfig
+from evenstep.nodes.balance import Balance
 from evenstep.nodes.items import GatheredWindow, PlannedBatch
 from evenstep.nodes.metadata_gather import MetadataGather, announce
 from evenstep.nodes.stage import Stage, upstream
@@ -33,13 +36,13 @@ class Planner(Stage[Any, PlannedBatch]):
         config: Constraints, objective, algorithm and gate.
 
     Attributes:
-        plans: (optimizer step, first micro-batch, plan) of the last windows planned on this rank.
+        balances: The last windows planned on this rank, oldest first; empty where plans are only received.
     """
 
     def __init__(self, source: BaseNode[Any], plane: DataPlane, config: LoaderConfig) -> None:
         super().__init__(source)
         self.plane = plane
-        self.plans: deque[tuple[int, int, Plan]] = deque(maxlen=_KEPT_PLANS)
+        self.balances: deque[Balance] = deque(maxlen=_KEPT_PLANS)
         self._config = config
         self._gathered = any(isinstance(node, MetadataGather) for node in upstream(source))
         self._pending: deque[PlannedBatch] = deque()
@@ -48,6 +51,7 @@ class Planner(Stage[Any, PlannedBatch]):
     def clear(self) -> None:
         """Forget the window under way."""
         self._pending.clear()
+        self.balances.clear()
         self._state = None
 
     def get_state(self) -> dict[str, Any]:
@@ -56,6 +60,14 @@ class Planner(Stage[Any, PlannedBatch]):
             state: dict[str, Any] = self.source.state_dict()
             return state
         return dict(self._state)
+
+    def balance_before(self, cursor: Mapping[str, Any]) -> Balance | None:
+        """Balance of the window whose batch was the last before ``cursor``; None if it is not kept here."""
+        step, micro_batch = cursor["step"], cursor["micro_batch"]
+        last = (step, micro_batch - 1) if micro_batch else (step - 1, float("inf"))
+        before = (b for b in reversed(list(self.balances)) if (b.step, b.micro_batch) <= last)
+        found = next(before, None)
+        return found if found is not None and found.step == last[0] else None
 
     def produce(self) -> PlannedBatch:
         """The next micro-batch."""
@@ -74,7 +86,16 @@ class Planner(Stage[Any, PlannedBatch]):
         if place.skip and (digest != place.plan or place.skip >= place.count):
             return self._begin_again(window)
         if shared.plan is not None:
-            self.plans.append((place.start.step, place.first, shared.plan))
+            self.balances.append(
+                Balance(
+                    place,
+                    window.columns,
+                    self._reference(window)[0],
+                    self._holders(window),
+                    shared.plan,
+                    self._config.seq_len,
+                )
+            )
         return [
             PlannedBatch(window, shared.assignment, place, m, digest) for m in range(place.skip, place.count)
         ]
@@ -124,15 +145,7 @@ class Planner(Stage[Any, PlannedBatch]):
         config, columns = self._config, window.columns
         constraints, dp_size = config.constraints(), self.plane.topology.balance_group_size
         features = {name: columns.feature(name) for name in columns.names}
-        reference, micro_batches = columns.rows, window.place.count
-        if not micro_batches:
-            reference, micro_batches = reference_layout(
-                columns.tokens,
-                dp_size=dp_size,
-                rows=config.micro_batch_size,
-                constraints=constraints,
-                features=features,
-            )
+        reference, micro_batches = self._reference(window)
         keep = config.algorithm == "reference"
         return plan_window(
             columns.tokens,
@@ -150,7 +163,20 @@ class Planner(Stage[Any, PlannedBatch]):
             payload_bytes=columns.nbytes if columns.nbytes.any() else None,
         )
 
-    def _holders(self, window: GatheredWindow) -> np.ndarray[Any, np.dtype[np.int32]] | None:
+    def _reference(self, window: GatheredWindow) -> tuple[npt.NDArray[np.int32], int]:
+        """Where the sampler put each sample, and in how many micro-batches."""
+        columns = window.columns
+        if window.place.count:
+            return columns.rows, window.place.count
+        return reference_layout(
+            columns.tokens,
+            dp_size=self.plane.topology.balance_group_size,
+            rows=self._config.micro_batch_size,
+            constraints=self._config.constraints(),
+            features={name: columns.feature(name) for name in columns.names},
+        )
+
+    def _holders(self, window: GatheredWindow) -> npt.NDArray[np.int32] | None:
         """Dp rank, counted inside the balance group, that holds each sample."""
         group, topology = self.plane.balance, self.plane.topology
         if window.holders is None or group is None:

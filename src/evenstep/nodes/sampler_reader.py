@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -62,6 +63,7 @@ class SamplerReader(BaseNode[Window]):
         super().__init__()
         self.plane = plane
         self.sampler = sampler
+        self.dataset = dataset
         self.layout = Layout.resolve(sampler.rows_per_step, config, plane.topology.dp_size)
         self._config = config
         self._reader = SampleReader(dataset, config, plane, metadata_fn=metadata_fn, cost=cost, codec=codec)
@@ -80,8 +82,8 @@ class SamplerReader(BaseNode[Window]):
         if self.plane.rounds is not None:
             self.plane.rounds.restart()
         if initial_state is not None:
+            self.check_state(initial_state)
             cursor = Cursor.from_dict(find_cursor(initial_state))
-            cursor.check_stream(self.sampler.start(), allow_changed_dataset=self._allow_changed)
             self._state = cursor.to_dict()
         elif not self._fresh:
             cursor = Cursor.from_dict(self._state).next_epoch()
@@ -91,6 +93,38 @@ class SamplerReader(BaseNode[Window]):
         self._fresh = False
         self._position = self.layout.position(cursor, self._config.resume)
         self._places, self._step = iter(()), None
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Refuse a state of another stream, when it is loaded rather than when it is used.
+
+        Raises:
+            StateMismatch: Dataset size, order, seed or stream differ.
+        """
+        cursor = Cursor.from_dict(find_cursor(state))
+        cursor.check_stream(self.sampler.start(), allow_changed_dataset=self._allow_changed)
+
+    def is_end(self, cursor: Cursor) -> bool:
+        """Whether no step follows in the epoch of ``cursor``."""
+        return self.sampler.step_at(replace(cursor, micro_batch=0, plan=0)) is None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Pass a new epoch on to the sampler and the dataset, where they have ``set_epoch``."""
+        for target in (self.sampler, self.dataset):
+            if hasattr(target, "set_epoch"):
+                target.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        """Micro-batches of a full epoch.
+
+        Raises:
+            TypeError: Only the plans will tell (``accumulation_steps="auto"``).
+        """
+        if not self.layout.accumulation_steps:
+            raise TypeError(
+                "with accumulation_steps='auto' the number of micro-batches depends on the plan of each step; "
+                "len(loader.sampler) is the number of optimizer steps"
+            )
+        return len(self.sampler) * self.layout.accumulation_steps
 
     def next(self) -> Window:
         """Read the next window."""

@@ -1,0 +1,248 @@
+"""The loop's end of a graph: one position, continued, saved and loaded without surprises."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import Any, Generic, TypeVar
+
+import torchdata.nodes as tn
+
+from evenstep.cursor import Cursor, find_cursor, next_epoch_state
+from evenstep.nodes.balance import Balance
+from evenstep.nodes.planner import Planner
+from evenstep.nodes.stage import upstream
+
+__all__ = ["Loader"]
+
+T = TypeVar("T")
+
+
+class Loader(tn.Loader[T], Generic[T]):
+    """Iterates a graph and keeps its position.
+
+    It is its own iterator. `iter` on an unfinished epoch continues it; after the end it begins the next one. A
+    state taken at an epoch's end restores to that end, from where the next `iter` begins the next epoch.
+
+    Args:
+        root: The last node of the graph.
+    """
+
+    def __init__(self, root: tn.BaseNode[T]) -> None:
+        super().__init__(root)
+        # Resets that the root has not seen yet. Each is passed on, in order, when an item is asked for: ranks
+        # count resets to tell their streams apart, also a rank that skipped one without asking for an item.
+        self._resets: list[dict[str, Any] | None] = [None]
+        self._loaded: dict[str, Any] | None = None
+        self._begun = False
+        self._finished = False
+        self._closed = False
+
+    def __iter__(self) -> Iterator[T]:  # type: ignore[override]  # the stock one returns a node
+        """This loader, at the next epoch if the last one has been finished."""
+        if self._finished and not self._closed:
+            self._resets.append(None)
+            self._finished = False
+        return self
+
+    def __next__(self) -> T:
+        """The next batch."""
+        if self._closed or self._finished:
+            raise StopIteration
+        self._apply()
+        try:
+            item = next(self.root)
+        except StopIteration:
+            self._finished = True
+            raise
+        finally:
+            self._loaded = None
+        return item
+
+    def __len__(self) -> int:
+        """Batches of a full epoch.
+
+        Raises:
+            TypeError: The source does not know.
+        """
+        source = self._source()
+        if not hasattr(source, "__len__"):
+            raise TypeError(f"{type(source).__name__} does not know how many batches an epoch has")
+        return len(source)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The shared cursor: the same on every rank, a copy, taken without waiting.
+
+        Right after `load_state_dict` it is what was loaded.
+        """
+        if self._loaded is not None:
+            return copy.deepcopy(self._loaded)
+        if not self._begun:
+            self._apply()
+        state: Any = self.root.state_dict()
+        state = _bare(state)
+        return copy.deepcopy(next_epoch_state(state) if self._resets else state)
+
+    save_state = state_dict
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from ``state_dict``: a bare cursor, or one under the wrappers of the stock Loader and nodes.
+
+        Raises:
+            TypeError, ValueError: It is no state of ours; the message names the key.
+            StateMismatch: It belongs to another dataset, order or seed.
+        """
+        if self._closed:
+            raise RuntimeError("this loader has been closed; build another one to load a state")
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(f"a state is a mapping, got {type(state_dict).__name__} {state_dict!r}")
+        state = copy.deepcopy(dict(find_cursor(state_dict)))
+        for node in upstream(self.root):
+            check = getattr(node, "check_state", None)
+            if check is not None:
+                check(state)
+        self._go_to(state)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin ``epoch`` next; nothing happens if the loader stands in it.
+
+        Raises:
+            RuntimeError: The loader is closed, or in the middle of another epoch.
+        """
+        if isinstance(epoch, bool) or not isinstance(epoch, int):
+            raise TypeError(f"epoch={epoch!r} ({type(epoch).__name__}), expected an integer")
+        if epoch < 0:
+            raise ValueError(f"epoch={epoch}, expected an integer >= 0")
+        if self._closed:
+            raise RuntimeError("this loader has been closed; build another one to train on")
+        state = self.state_dict()
+        bare = {key: value for key, value in state.items() if key != "source"}
+        cursor = Cursor.from_dict(bare)
+        if epoch != cursor.epoch:
+            started = cursor.consumed_samples or cursor.micro_batch
+            if started and not self._finished and not self._at_end(cursor):
+                raise RuntimeError(
+                    f"set_epoch({epoch}) in the middle of epoch {cursor.epoch} (after {cursor.consumed_samples} "
+                    "samples) would skip the rest of it. Finish the epoch, or load a state that stands elsewhere."
+                )
+            self._go_to({**state, **cursor.at_epoch(epoch).to_dict()})
+        for node in upstream(self.root):
+            reach = getattr(node, "set_epoch", None)
+            if reach is not None:
+                reach(epoch)
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps completed since the start of training."""
+        return int(find_cursor(self.state_dict()).get("step", 0))
+
+    @property
+    def sampler(self) -> Any:
+        """The sampler, or None for a stream that makes its own steps."""
+        return getattr(self._source(), "sampler", None)
+
+    @property
+    def last_balance(self) -> Balance | None:
+        """Balance of the window that the last batch belongs to; None on ranks that did not plan it."""
+        planner = next((node for node in upstream(self.root) if isinstance(node, Planner)), None)
+        if planner is None or self._loaded is not None or not self._begun:
+            return None
+        return planner.balance_before(find_cursor(self.root.state_dict()))
+
+    @property
+    def last_host_batch(self) -> Any:
+        """Host side of the last batch, with the fields that stayed there; None where no node keeps it."""
+        for node in upstream(self.root):
+            if hasattr(node, "last_host_batch"):
+                return node.last_host_batch
+        return None
+
+    def wait_for_prefetch(self) -> None:
+        """Wait until everything that may be prepared ahead has been; nothing is dropped or broadcast ahead."""
+        for node in upstream(self.root):
+            for name in ("wait", "wait_for_prefetch"):
+                if hasattr(node, name):
+                    getattr(node, name)()
+
+    def prefetch_plan(self) -> None:
+        """Start the next plan, once the forward pass is launched (``collectives="caller"``; else it does nothing)."""
+
+    def prefetch(self) -> None:
+        """Start the next exchange and copy, once the backward pass is launched; never waits."""
+        for node in upstream(self.root):
+            if hasattr(node, "prefetch"):
+                node.prefetch()
+
+    def close(self) -> None:
+        """Leave the other ranks and end every thread within seconds. Idempotent; raises nothing undelivered."""
+        if self._closed:
+            return
+        self._closed = True
+        nodes = list(upstream(self.root))
+        for node in nodes:
+            if hasattr(node, "close"):
+                node.close()
+        for node in nodes:
+            if getattr(node, "plane", None) is not None:
+                node.plane.close()  # type: ignore[attr-defined]  # a DataPlane
+
+    def __enter__(self) -> Loader[T]:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _source(self) -> object:
+        return list(upstream(self.root))[-1]
+
+    def _at_end(self, cursor: Cursor) -> bool:
+        is_end = getattr(self._source(), "is_end", None)
+        return is_end is not None and bool(is_end(cursor))
+
+    def _go_to(self, state: dict[str, Any]) -> None:
+        self._resets.append(state)
+        self._loaded = state
+        self._finished = False
+
+    def _apply(self) -> None:
+        """Pass on the resets that have been waiting."""
+        self._begun = True
+        while self._resets:
+            state = self._resets.pop(0)
+            self.root.reset(state if state is None else _wrapped(state, self.root))
+
+
+def _bare(state: Any) -> Any:
+    """The cursor of a root whose state is nothing more; else the state as it is."""
+    if not isinstance(state, Mapping):
+        return state
+    if "consumed_samples" in state:
+        return dict(state)
+    inner = _transparent(state)
+    return state if inner is None else _bare(inner)
+
+
+def _transparent(state: Mapping[str, Any]) -> Any:
+    """What the stock Mapper or Prefetcher wraps; None for a node with a state of its own."""
+    if set(state) == {"source"}:
+        return state["source"]
+    if set(state) == {"snapshot", "steps_since_snapshot"} and not state["steps_since_snapshot"]:
+        return state["snapshot"]
+    return None
+
+
+def _wrapped(state: dict[str, Any], root: tn.BaseNode[Any]) -> dict[str, Any]:
+    """``state`` in the shape of the root's own: the stock nodes put something around it."""
+    if not any(type(node).__module__.startswith("torchdata.") for node in upstream(root)):
+        return state
+    wrapped: dict[str, Any] = _replace_cursor(root.state_dict(), state)
+    return wrapped
+
+
+def _replace_cursor(shape: Any, cursor: dict[str, Any]) -> Any:
+    if "consumed_samples" in shape:
+        return cursor
+    return {key: _replace_cursor(v, cursor) if isinstance(v, Mapping) else v for key, v in shape.items()}
