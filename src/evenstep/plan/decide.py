@@ -56,10 +56,10 @@ def decide(
     return row, Decision(
         algorithm=name,
         reason=reason,
-        original=original,
-        candidate=None if best is None else scores[best],
+        original=None if original is None else window.in_cost_units(original),
+        candidate=None if best is None else window.in_cost_units(scores[best]),
         gain=gain,
-        scores=scores,
+        scores={name: window.in_cost_units(score) for name, score in scores.items()},
         failures=failures,
         lower_bound=bound,
         floor_sample=floor,
@@ -101,11 +101,12 @@ def _keep(problem: Problem, best: str | None, gain: float, min_gain: float) -> s
 def _taken(
     window: Window, micro_batches: int, name: str, original: float | None, score: float, gain: float
 ) -> str:
+    score = window.in_cost_units(score)
     if original is None:
         return f"{name} scored best with {score:.6g}."
     if micro_batches < window.reference_micro_batches:
         return f"{name} needs {micro_batches} micro-batches instead of {window.reference_micro_batches}."
-    return f"{name} lowers the score from {original:.6g} to {score:.6g} ({gain:.2%})."
+    return f"{name} lowers the score from {window.in_cost_units(original):.6g} to {score:.6g} ({gain:.2%})."
 
 
 def _advice(window: Window, problem: Problem, micro_batches: int) -> tuple[int, str]:

@@ -54,10 +54,13 @@ class Objective:
         return sum(map(_squared_variation, by_group.tolist())) / max(len(by_group), 1)
 
 
-def _squared_variation(loads: list[float]) -> float:
-    total = sum(loads)
-    if total == 0:
+def _squared_variation(loads: list[int] | list[float]) -> float:
+    largest = max(loads)
+    if largest == 0:
         return 0.0
+    if isinstance(largest, float):  # squares of costs like 1e300 would overflow
+        loads = [load / largest for load in loads]
+    total = sum(loads)
     squares = sum(load * load for load in loads)
     # One division of exact integers rounds once, where a variance in floats would depend on its order.
-    return (len(loads) * squares - total * total) / (total * total)
+    return max((len(loads) * squares - total * total) / (total * total), 0.0)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from evenstep.plan.exact import MOST_SAMPLES, exact
 from evenstep.plan.grouping import group_like_costs
 from evenstep.plan.levels import levels
 from evenstep.plan.lpt import lpt
@@ -33,6 +34,11 @@ def run_portfolio(
     order = np.argsort(-problem.work, kind="stable")
     found: dict[str, Int] = {}
     failed: dict[str, str] = {}
+    if algorithm == "auto" and 0 < problem.size <= MOST_SAMPLES and len(problem.costs) == 1:
+        row_or_none = exact(problem)
+        if row_or_none is not None:
+            fill_empty_rows(problem, row_or_none)
+            found["exact"] = group_like_costs(problem, row_or_none)
     if algorithm in ("auto", "lpt"):
         row, left = _repaired(problem, lambda row: lpt(problem, order, row))
         if left:

@@ -82,8 +82,7 @@ class Problem:
 
 def room_in(free: Int, need: Int) -> npt.NDArray[np.bool_]:
     """Which rows can take ``need`` (int64 ``[limits]``) of their ``free`` room (int64 ``[limits, rows]``)."""
-    fits: npt.NDArray[np.bool_] = (free >= need[:, None]).all(axis=0)
-    return fits
+    return np.asarray((free >= need[:, None]).all(axis=0))
 
 
 def sums(values: Int, index: Int, size: int) -> Int:

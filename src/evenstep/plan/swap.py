@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from evenstep.plan.problem import Int, Problem
+from evenstep.plan.problem import Int, Problem, sums
 
 __all__ = ["SwapTable"]
 
@@ -21,20 +21,18 @@ class SwapTable:
 
     Attributes:
         row: Row of each sample, int64 ``[n + 1]``.
-        load: Cost of each slot, int64 ``[slots]``.
+        load: Cost of each slot, int64 ``[stages, slots]``.
     """
 
     def __init__(self, problem: Problem, row: Int, width: int = _WIDTH) -> None:
         self.problem = problem
         size = problem.size
         self.row = np.append(row, 0)
-        self.work = np.append(problem.work, 0)
-        self.weights = np.concatenate(
-            (problem.weights, np.zeros((len(problem.limits), 1), dtype=np.int64)), axis=1
-        )
+        self.costs = _with_nobody(problem.costs)
+        self.weights = _with_nobody(problem.weights)
         self.free = problem.limits[:, None] - problem.used(row)
         slot = row // problem.rows
-        self.load = np.bincount(slot, weights=problem.work, minlength=problem.slots).astype(np.int64)
+        self.load = np.stack([sums(cost, slot, problem.slots) for cost in problem.costs])
         self.count = np.bincount(row, minlength=problem.num_rows)
         self.keep_filled = size >= problem.num_rows
         self.table = _table(problem, slot, width)
@@ -45,7 +43,8 @@ class SwapTable:
         Args:
             giver: Distinct slots, int64 ``[pairs]``.
             taker: Distinct slots, none of them a giver.
-            want: Cost to transfer, positive, int64 ``[pairs]``; at most twice as much is.
+            want: Cost to transfer in each stage, int64 ``[stages, pairs]``. A pair changes only if the miss, summed
+                over stages, becomes less than the whole of it; so at most twice as much is transferred.
 
         Returns:
             The number of pairs that changed.
@@ -53,18 +52,21 @@ class SwapTable:
         width = self.table.shape[1]
         step = max(1, _CELLS // (width * width))
         return sum(
-            self._exchange(giver[at : at + step], taker[at : at + step], want[at : at + step])
+            self._exchange(giver[at : at + step], taker[at : at + step], want[:, at : at + step])
             for at in range(0, len(giver), step)
         )
 
     def _exchange(self, giver: Int, taker: Int, want: Int) -> int:
         gives, takes = self.table[giver], self.table[taker]
-        transfer = self.work[gives][:, :, None] - self.work[takes][:, None, :]
-        miss = np.abs(transfer - want[:, None, None])
+        miss = np.zeros((len(giver), gives.shape[1], takes.shape[1]), dtype=np.int64)
+        for cost, wanted in zip(self.costs, want, strict=True):
+            transfer = cost[gives][:, :, None] - cost[takes][:, None, :]
+            transfer -= wanted[:, None, None]
+            miss += np.abs(transfer, out=transfer)
         miss[~self._feasible(giver, taker, gives, takes)] = np.iinfo(np.int64).max
         flat = miss.reshape(len(giver), -1)
         best = flat.argmin(axis=1)
-        lines = np.flatnonzero(flat[np.arange(len(giver)), best] < want)
+        lines = np.flatnonzero(flat[np.arange(len(giver)), best] < np.abs(want).sum(axis=0))
         if len(lines):
             width = self.table.shape[1]
             self._apply(giver[lines], taker[lines], best[lines] // width, best[lines] % width)
@@ -99,15 +101,20 @@ class SwapTable:
         self.table[giver, give_place], self.table[taker, take_place] = taken, given
         self.row[given], self.row[taken] = to_row, from_row
         self.row[nobody] = 0
-        transfer = self.work[given] - self.work[taken]
-        self.load[giver] -= transfer
-        self.load[taker] += transfer
+        transfer = self.costs[:, given] - self.costs[:, taken]
+        self.load[:, giver] -= transfer
+        self.load[:, taker] += transfer
         change = self.weights[:, given] - self.weights[:, taken]
         self.free[:, from_row] += change
         self.free[:, to_row] -= change
         balance = (given != nobody).astype(np.int64) - (taken != nobody)
         self.count[from_row] -= balance
         self.count[to_row] += balance
+
+
+def _with_nobody(columns: Int) -> Int:
+    """Columns with one more entry for an empty place, which takes nothing."""
+    return np.concatenate((columns, np.zeros((len(columns), 1), dtype=np.int64)), axis=1)
 
 
 def _table(problem: Problem, slot: Int, width: int) -> Int:

@@ -169,12 +169,17 @@ class Window:
         return stages.reshape(micro_batches, self.dp_size, -1)
 
     def score(self, row: Int, problem: Problem) -> float:
-        """The objective's score of a layout of `problem`, in the unit of the costs."""
-        return self.in_cost_units(self.objective.score(problem.loads(row)))
+        """The objective's score of a layout of `problem`, in integer cost units."""
+        return self.objective.score(problem.loads(row))
 
     def in_cost_units(self, score: float) -> float:
-        """An integer score in the unit of the costs; a balance has no unit."""
-        return score if self.objective.kind == "balance" else math.ldexp(score, -self.shift)
+        """An integer score in the unit of the costs (inf where it leaves float64); a balance has no unit."""
+        if self.objective.kind == "balance":
+            return score
+        try:
+            return math.ldexp(score, -self.shift)
+        except OverflowError:
+            return math.inf
 
 
 def _by_slot(slot: Int, costs: npt.NDArray[np.float64], slots: int) -> npt.NDArray[np.float64]:
