@@ -11,6 +11,7 @@
 | `collate.py` | rows to a padded batch |
 | `varlen.py` | rows to one flat sequence |
 | `fused.py` | `text.py` and a collate in one pass |
+| `parts.py` | what that pass reads and writes |
 | `masks.py` | document ids, masks, the arguments of attention kernels |
 | `policy.py` | samples longer than a row, for any pack |
 | `loss.py` | the loss tokens of a sample |

@@ -12,14 +12,14 @@ import numpy as np
 import torch
 
 from evenstep.packing.collate import collate_rows
-from evenstep.packing.fields import INT32_MAX, as_tensor, round_up
+from evenstep.packing.fields import round_up
+from evenstep.packing.parts import Fields, RowParts, read_rows
 from evenstep.packing.text import pack_text
 from evenstep.packing.varlen import collate_varlen, flat_length, global_boundaries
 
 __all__ = ["FusedPack", "fused", "fused_pack", "keywords_of"]
 
 Sample = Mapping[str, Any]
-_WHOLE = frozenset({torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8})
 # Options that ask for more than tokens and labels; the two functions serve them one after the other.
 _SLOW_PACK = ("documents", "pad_values", "label_fields", "token_dims")
 _SLOW_COLLATE = ("pad_documents_to_multiple_of", "pad_values", "token_dims")
@@ -107,26 +107,22 @@ class FusedPack:
 
     def __call__(self, rows_of_samples: Sequence[Sequence[Sample]], seq_len: int) -> dict[str, Any]:
         """Packs and collates; see ``fused``."""
-        rows = _read(rows_of_samples, seq_len) if self._simple and type(seq_len) is int else None
+        rows = read_rows(rows_of_samples, seq_len) if self._simple and type(seq_len) is int else None
         if rows is None:
             return dict(self.collate([self.pack(samples, seq_len) for samples in rows_of_samples]))
         return self._flat(rows) if self.flat else self._padded(rows, seq_len)
 
-    def _padded(self, rows: list[_Row], seq_len: int) -> dict[str, Any]:
+    def _padded(self, rows: list[RowParts], seq_len: int) -> dict[str, Any]:
         pad_token_id = self.pack_keywords.get("pad_token_id", 0)
         ignore_index = self.pack_keywords.get("ignore_index", -100)
-        multiple = self.collate_keywords.get("pad_to_multiple_of", 1)
-        width = round_up(seq_len, "pad_to_multiple_of", multiple)
-        batch = _Fields.empty(len(rows), width)
+        shifted = bool(self.pack_keywords.get("shifted", False))
+        width = round_up(seq_len, "pad_to_multiple_of", self.collate_keywords.get("pad_to_multiple_of", 1))
+        batch = Fields(len(rows), width)
         for k, row in enumerate(rows):
-            batch.write(k, 0, row)
-            batch.input_ids[k, row.tokens : seq_len] = pad_token_id
-            batch.position_ids[k, row.tokens :] = 0
+            batch.write(k * width, row, shifted, ignore_index)
+            batch.pad(k * width + row.tokens, k * width + seq_len, pad_token_id, ignore_index)
             if width > seq_len:
-                batch.input_ids[k, seq_len:] = self.collate_keywords.get("pad_token_id", 0)
-        batch.write_labels(rows, bool(self.pack_keywords.get("shifted", False)), ignore_index)
-        if width > seq_len:
-            batch.labels[:, seq_len:] = self.collate_keywords.get("ignore_index", -100)
+                batch.pad(k * width + seq_len, (k + 1) * width, *self._collate_padding())
         return {
             **batch.as_dict(),
             "cu_seqlens": [torch.from_numpy(np.array(row.boundaries, dtype=np.int32)) for row in rows],
@@ -134,137 +130,20 @@ class FusedPack:
             "num_tokens": sum(row.tokens for row in rows),
         }
 
-    def _flat(self, rows: list[_Row]) -> dict[str, Any]:
-        ignore_index = self.pack_keywords.get("ignore_index", -100)
-        joined = _Row.join(rows)
+    def _flat(self, rows: list[RowParts]) -> dict[str, Any]:
+        joined = RowParts.join(rows)
         options = self.collate_keywords
         total = flat_length(joined.tokens, options.get("pad_to_multiple_of", 1), options.get("pad_to"))
-        batch = _Fields.empty(1, total)
-        batch.write(0, 0, joined)
-        batch.write_labels([joined], bool(self.pack_keywords.get("shifted", False)), ignore_index)
-        batch.input_ids[0, joined.tokens :] = options.get("pad_token_id", 0)
-        batch.labels[0, joined.tokens :] = options.get("ignore_index", -100)
-        batch.position_ids[0, joined.tokens :] = 0
+        batch = Fields(1, total)
+        shifted = bool(self.pack_keywords.get("shifted", False))
+        batch.write(0, joined, shifted, self.pack_keywords.get("ignore_index", -100))
+        batch.pad(joined.tokens, total, *self._collate_padding())
         lengths = np.array(joined.lengths, dtype=np.int64)
         return {**batch.as_dict(), **global_boundaries(lengths, np.array(joined.boundaries), total)}
+
+    def _collate_padding(self) -> tuple[int, int]:
+        return self.collate_keywords.get("pad_token_id", 0), self.collate_keywords.get("ignore_index", -100)
 
 
 def _changed(function: Callable[..., Any], keywords: Mapping[str, Any], name: str) -> bool:
     return name in keywords and keywords[name] != inspect.signature(function).parameters[name].default
-
-
-@dataclass(slots=True)
-class _Row:
-    """What one row consists of; ``labels`` is None where the labels are the tokens."""
-
-    input_ids: list[torch.Tensor] = field(default_factory=list)
-    labels: list[torch.Tensor] | None = None
-    lengths: list[int] = field(default_factory=list)
-    boundaries: list[int] = field(default_factory=lambda: [0])
-
-    @property
-    def tokens(self) -> int:
-        return self.boundaries[-1]
-
-    @classmethod
-    def join(cls, rows: list[_Row]) -> _Row:
-        """All rows as one."""
-        joined = cls()
-        for row in rows:
-            joined.input_ids += row.input_ids
-            joined.lengths += row.lengths
-            start = joined.tokens
-            joined.boundaries += [start + end for end in row.boundaries[1:]]
-        if any(row.labels is not None for row in rows):
-            joined.labels = [
-                part for row in rows for part in (row.input_ids if row.labels is None else row.labels)
-            ]
-        return joined
-
-
-def _read(rows_of_samples: Sequence[Sequence[Sample]], seq_len: int) -> list[_Row] | None:
-    """The rows, or None if they need the two functions: other fields, other types, or an error to tell."""
-    rows: list[_Row] = []
-    for samples in rows_of_samples:
-        row = _Row()
-        total = 0
-        labelled = False
-        labels: list[torch.Tensor] = []
-        for sample in samples:
-            if not isinstance(sample, dict) or "input_ids" not in sample:
-                return None
-            ids = sample["input_ids"]
-            if type(ids) is not torch.Tensor:
-                ids = as_tensor(ids)
-                if ids is None:
-                    return None
-            if ids.dtype not in _WHOLE or ids.ndim != 1:
-                return None
-            length = ids.numel()
-            if not length:
-                continue
-            own = as_tensor(sample["labels"]) if "labels" in sample else ids
-            if own is None or own.dtype not in _WHOLE or own.shape != ids.shape:
-                return None
-            labelled = labelled or own is not ids
-            if len(sample) != 1 + ("labels" in sample):
-                return None
-            total += length
-            row.input_ids.append(ids)
-            labels.append(own)
-            row.lengths.append(length)
-            row.boundaries.append(total)
-        if total > seq_len:
-            return None
-        if labelled:
-            row.labels = labels
-        rows.append(row)
-    # What is left to refuse, the two functions refuse in words.
-    return rows if rows and 0 < seq_len <= INT32_MAX else None
-
-
-@dataclass(frozen=True, slots=True)
-class _Fields:
-    """The three fields of a batch, int64 ``[rows, width]``, and the positions once more as an array."""
-
-    input_ids: torch.Tensor
-    labels: torch.Tensor
-    position_ids: torch.Tensor
-
-    @classmethod
-    def empty(cls, rows: int, width: int) -> _Fields:
-        return cls(*(torch.empty((rows, width), dtype=torch.int64) for _ in range(3)))
-
-    def as_dict(self) -> dict[str, Any]:
-        return {"input_ids": self.input_ids, "labels": self.labels, "position_ids": self.position_ids}
-
-    def write(self, k: int, start: int, row: _Row) -> None:
-        """Tokens and positions of ``row`` into row ``k`` from ``start``."""
-        if not row.tokens:
-            return
-        torch.cat(row.input_ids, out=self.input_ids[k, start : start + row.tokens])
-        count = np.arange(max(row.lengths))
-        out = self.position_ids.numpy()[k, start : start + row.tokens]
-        np.concatenate([count[:length] for length in row.lengths], out=out)
-
-    def write_labels(self, rows: list[_Row], shifted: bool, ignore_index: int) -> None:
-        """The labels of all rows, written once; padding behind the tokens included."""
-        array = self.labels.numpy()
-        for k, row in enumerate(rows):
-            tokens = row.tokens
-            array[k, tokens:] = ignore_index
-            if not tokens:
-                continue
-            if shifted:
-                target = self.labels[k, : tokens - 1]
-                if row.labels is None:
-                    target.copy_(self.input_ids[k, 1:tokens])
-                else:
-                    torch.cat([row.labels[0][1:], *row.labels[1:]], out=target)
-                array[k, np.array(row.boundaries[1:]) - 1] = ignore_index
-            else:
-                if row.labels is None:
-                    self.labels[k, :tokens] = self.input_ids[k, :tokens]
-                else:
-                    torch.cat(row.labels, out=self.labels[k, :tokens])
-                array[k, row.boundaries[:-1]] = ignore_index
