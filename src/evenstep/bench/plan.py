@@ -1,0 +1,296 @@
+"""How good and how fast planning is, beside other planners, in one run: ``evenstep bench plan``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import threading
+from collections.abc import Callable
+from functools import partial
+from statistics import median
+from time import perf_counter, sleep
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from evenstep.bench.machine import as_line, describe_machine
+from evenstep.bench.plan_cases import CASES, COST_MODEL, Case, Window
+from evenstep.bench.plan_peers import PEERS, Peer, heap_lpt, optional_peers
+from evenstep.plan import Infeasible, PackingConstraints, Plan, lower_bound, plan_window, sum_of_makespans
+
+__all__ = ["add_arguments", "compare", "growth", "interference", "movement", "run", "speed"]
+
+Int = npt.NDArray[np.int64]
+_SLOW_PEER = 2_000_000  # samples times rows above which a quadratic peer would take minutes
+_PARTS = ("quality", "movement", "speed", "growth", "interference")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``evenstep bench plan``."""
+    parser.add_argument("--draws", type=int, default=10, metavar="N", help="windows per case")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--cases", nargs="*", choices=sorted(CASES), metavar="CASE", help="default: all")
+    parser.add_argument("--parts", nargs="*", choices=_PARTS, default=_PARTS[:3], help="what to measure")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+
+def compare(case: Case, seeds: range, peers: dict[str, Peer]) -> dict[str, Any]:
+    """Imbalance (sum of makespans over sum of means) and time of each planner over the windows of ``seeds``.
+
+    A peer's rows are grouped by cost like ours, which only helps it. Its result counts where it keeps the limit.
+    """
+    bounds: list[float] = []
+    plans: dict[str, list[tuple[float, float]]] = {}
+    beaten: list[str] = []
+    fallbacks = 0
+    for seed in seeds:
+        window = case.draw(seed)
+        even = float(window.costs.sum()) / case.dp_size
+        bounds.append(_bound(case, window) / even)
+        scores: dict[str, float] = {}
+        for name in ("auto", "lpt"):
+            seconds, plan = _timed(partial(_plan, case, window, name))
+            if plan is None:
+                fallbacks += name == "auto"
+                continue
+            scores[name] = sum_of_makespans(plan.loads) / even
+            plans.setdefault(name, []).append((scores[name], seconds))
+            fallbacks += name == "auto" and "no algorithm" in plan.decision.reason
+        for name, peer in peers.items():
+            if "Karp" in name and len(window.tokens) * case.rows > _SLOW_PEER:
+                continue
+            seconds, row = _timed(partial(peer, window.tokens, window.costs, case.rows, case.seq_len))
+            score = _peer_score(case, window, row) / even
+            plans.setdefault(name, []).append((score, seconds))
+            if score < scores.get("auto", np.inf) * (1 - 1e-12):
+                beaten.append(name)
+    ours = np.array([score for score, _ in plans.get("auto", [])])
+    over = ours / np.array(bounds) if len(ours) == len(bounds) else np.array([np.nan])
+    return {
+        "case": case.name,
+        "dp_size": case.dp_size,
+        "micro_batches": case.micro_batches,
+        "samples": len(case.draw(seeds[0]).tokens),
+        "draws": len(seeds),
+        "bound": median(bounds),
+        "over_bound_median": float(np.median(over)),
+        "over_bound_max": float(over.max()),
+        "fallbacks": fallbacks,
+        "better_peers": sorted(set(beaten)),
+        "planners": {name: _summary(results) for name, results in plans.items()},
+    }
+
+
+def _summary(results: list[tuple[float, float]]) -> dict[str, float | None]:
+    kept = [score for score, _ in results if np.isfinite(score)]
+    return {
+        "imbalance": median(kept) if kept else None,
+        "broke_limit": len(results) - len(kept),
+        "seconds": median(seconds for _, seconds in results),
+        "max_seconds": max(seconds for _, seconds in results),
+    }
+
+
+def _limits(case: Case) -> PackingConstraints:
+    return PackingConstraints(case.seq_len)
+
+
+def _bound(case: Case, window: Window) -> float:
+    return lower_bound(
+        window.tokens,
+        window.costs,
+        dp_size=case.dp_size,
+        micro_batches=case.micro_batches,
+        rows=1,
+        constraints=_limits(case),
+    )
+
+
+def _plan(case: Case, window: Window, algorithm: Any, reference: Int | None = None) -> Plan | None:
+    try:
+        return plan_window(
+            window.tokens,
+            window.costs,
+            dp_size=case.dp_size,
+            micro_batches=case.micro_batches,
+            rows=1,
+            reference=reference,
+            constraints=_limits(case),
+            algorithm=algorithm,
+        )
+    except Infeasible:
+        return None
+
+
+def _timed(call: Callable[[], Any]) -> tuple[float, Any]:
+    start = perf_counter()
+    result = call()
+    return perf_counter() - start, result
+
+
+def _peer_score(case: Case, window: Window, row: Int) -> float:
+    if int(row.max(initial=0)) >= case.rows or np.bincount(row, window.tokens).max() > case.seq_len:
+        return float("inf")
+    load = -np.sort(-np.bincount(row, window.costs, minlength=case.rows))
+    return float(load[:: case.dp_size].sum())
+
+
+def movement(case: Case, seeds: range) -> dict[str, Any]:
+    """Share of the tokens whose rank changes, and score over bound, for refine and auto from a reference layout."""
+    rows: dict[str, list[tuple[float, float]]] = {"refine": [], "auto": []}
+    for seed in seeds:
+        window = case.draw(seed)
+        if window.reference is None:
+            continue
+        bound = _bound(case, window)
+        for name, results in rows.items():
+            plan = _plan(case, window, name, window.reference)
+            assert plan is not None
+            moved = plan.decision.moved_tokens / int(window.tokens.sum())
+            results.append((moved, sum_of_makespans(plan.loads) / bound))
+    return {"case": case.name, "dp_size": case.dp_size, "micro_batches": case.micro_batches} | {
+        name: {
+            "moved_median": median(m for m, _ in results),
+            "moved_max": max(m for m, _ in results),
+            "over_bound_median": median(b for _, b in results),
+            "over_bound_max": max(b for _, b in results),
+        }
+        for name, results in rows.items()
+        if results
+    }
+
+
+def speed(seed: int, repeats: int = 7) -> dict[str, float]:
+    """Seconds of a bare heap LPT, of ``"lpt"`` and of ``"auto"``: 8,572 samples into 1,024 rows, best of several."""
+    case = CASES["8572-to-1024"]
+    window = case.draw(seed)
+
+    def best(call: Callable[[], Any]) -> float:
+        return min(_timed(call)[0] for _ in range(repeats))
+
+    bare = best(lambda: heap_lpt(window.tokens, window.costs, case.rows, case.seq_len))
+    lpt, auto = best(lambda: _plan(case, window, "lpt")), best(lambda: _plan(case, window, "auto"))
+    return {
+        "heap_lpt_seconds": bare,
+        "lpt_seconds": lpt,
+        "auto_seconds": auto,
+        "lpt_ratio": lpt / bare,
+        "auto_ratio": auto / bare,
+    }
+
+
+def growth(seed: int) -> list[dict[str, float]]:
+    """Seconds against samples, 61 samples a row, up to a million samples into 16,384 rows."""
+    points = []
+    for rows in (64, 256, 1024, 4096, 16384):
+        case = Case("growth", CASES["named"].lengths, rows, 1, 1 << 40, 0, rows * 61)
+        window = case.draw(seed)
+        point = {"samples": len(window.tokens), "rows": rows}
+        for name in ("lpt", "auto"):
+            point[f"{name}_seconds"] = _timed(partial(_plan, case, window, name))[0]
+        points.append(point)
+    return points
+
+
+def interference(seed: int, runs: int = 20, seconds: float = 1.0) -> dict[str, float]:
+    """How much a thread that launches small kernels slows down while another plans 4,300 samples once a second.
+
+    Paired runs: the same number of small kernels with and without a plan beside them, in turn.
+    """
+    import torch
+
+    case = CASES["named"]
+    window = case.draw(seed)
+    tensor = torch.ones(64)
+
+    def launch(count: int) -> float:
+        start = perf_counter()
+        for _ in range(count):
+            tensor.add_(1.0)
+        return perf_counter() - start
+
+    count = int(20_000 * seconds / launch(20_000))
+    ratios = []
+    for _ in range(runs):
+        alone = launch(count)
+        planner = threading.Thread(target=lambda: (sleep(0.2 * seconds), _plan(case, window, "auto")))
+        planner.start()
+        beside = launch(count)
+        planner.join()
+        ratios.append(beside / alone - 1)
+    return {
+        "runs": runs,
+        "step_seconds": seconds,
+        "slowdown_median": median(ratios),
+        "slowdown_max": max(ratios),
+    }
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure what ``args`` says, print it on stdout, and return the exit status."""
+    seeds = range(args.seed, args.seed + args.draws)
+    peers = PEERS | optional_peers()
+    chosen = [CASES[name] for name in args.cases] if args.cases else list(CASES.values())
+    result: dict[str, Any] = {
+        "machine": describe_machine("verl", "trl", "grain", "binpacking"),
+        "seed": args.seed,
+        "cost_model": COST_MODEL,
+    }
+    if "quality" in args.parts:
+        result["quality"] = [compare(case, seeds, peers) for case in chosen]
+    if "movement" in args.parts:
+        result["movement"] = [
+            movement(case, seeds) for case in chosen if case.fill and case.micro_batches > 1
+        ]
+    if "speed" in args.parts:
+        result["speed"] = speed(args.seed)
+    if "growth" in args.parts:
+        result["growth"] = growth(args.seed)
+    if "interference" in args.parts:
+        result["interference"] = interference(args.seed)
+    print(json.dumps(result, indent=1) if args.json else _text(result))
+    return 0
+
+
+def _text(result: dict[str, Any]) -> str:
+    lines = [as_line(result["machine"]), f"seed {result['seed']}, cost {result['cost_model']}"]
+    for row in result.get("quality", []):
+        lines.append(
+            f"\n{row['case']}: {row['samples']} samples, dp {row['dp_size']} x {row['micro_batches']} micro-batches, "
+            f"{row['draws']} draws, bound {row['bound']:.4f}, auto over bound median {row['over_bound_median']:.4f} "
+            f"max {row['over_bound_max']:.4f}, fallbacks {row['fallbacks']}"
+            + (f"  BEATEN BY {row['better_peers']}" if row["better_peers"] else "")
+        )
+        for name, planner in row["planners"].items():
+            value = planner["imbalance"]
+            score = f"{'-':>9}" if value is None else f"{value:9.5f}"
+            broke = f"  broke the limit {planner['broke_limit']}x" if planner["broke_limit"] else ""
+            lines.append(f"  {name:24}{score} {planner['seconds'] * 1e3:9.2f} ms{broke}")
+    for row in result.get("movement", []):
+        for name in ("refine", "auto"):
+            if name in row:
+                part = row[name]
+                lines.append(
+                    f"moved {row['case']:18} dp {row['dp_size']:3} {name:7} tokens {part['moved_median']:.3f} "
+                    f"(max {part['moved_max']:.3f}), over bound {part['over_bound_median']:.4f} "
+                    f"(max {part['over_bound_max']:.4f})"
+                )
+    if "speed" in result:
+        fast = result["speed"]
+        lines.append(
+            f"\n8,572 samples into 1,024 rows: bare heap LPT {fast['heap_lpt_seconds'] * 1e3:.1f} ms, lpt "
+            f"{fast['lpt_ratio']:.2f}x, auto {fast['auto_ratio']:.2f}x"
+        )
+    for point in result.get("growth", []):
+        lines.append(
+            f"{point['samples']:9,} samples into {point['rows']:6,} rows: lpt {point['lpt_seconds']:7.3f} s, "
+            f"auto {point['auto_seconds']:7.3f} s"
+        )
+    if "interference" in result:
+        part = result["interference"]
+        lines.append(
+            f"one plan per {part['step_seconds']:g} s slows small kernels by {part['slowdown_median']:.2%} "
+            f"(median of {part['runs']} paired runs)"
+        )
+    return "\n".join(lines)
