@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenstep.packing import collate_rows, collate_varlen, pack_text, padding_row
+
+# Continuous integration is the derandomised profile.
+thoroughly = settings(max_examples=500 if settings.default and settings.default.derandomize else 100)
 
 Row = dict[str, Any]
 
@@ -31,6 +34,7 @@ def make_row(lengths: list[int], seq_len: int, extras: bool = True) -> Row:
 ROWS = st.lists(st.lists(st.integers(1, 7), max_size=4), min_size=1, max_size=4)
 
 
+@thoroughly
 @given(ROWS, st.sampled_from([1, 8]))
 def test_padded_rows_are_the_rows(lengths: list[list[int]], pad_to_multiple_of: int) -> None:
     rows = [make_row(docs, 29) for docs in lengths]
@@ -50,6 +54,7 @@ def test_padded_rows_are_the_rows(lengths: list[list[int]], pad_to_multiple_of: 
     assert batch["max_seqlen"] == max((n for docs in lengths for n in docs), default=0)
 
 
+@thoroughly
 @given(ROWS, st.sampled_from([1, 8, 64]), st.sampled_from([1, 2, 4, 8]))
 def test_a_flat_sequence_has_every_document_in_its_place(
     lengths: list[list[int]], pad_to_multiple_of: int, pad_documents_to_multiple_of: int

@@ -9,10 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenstep.packing import collate_rows, collate_varlen, fused, fused_pack, pack_text
+
+# Continuous integration is the derandomised profile.
+thoroughly = settings(max_examples=500 if settings.default and settings.default.derandomize else 100)
 
 DTYPES = [torch.int64, torch.int32, torch.uint8]
 
@@ -48,6 +51,7 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
             assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b, name
 
 
+@thoroughly
 @given(
     rows_of_samples(),
     st.integers(28, 31),

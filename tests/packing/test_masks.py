@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_mask
 from torch.nn.functional import scaled_dot_product_attention
@@ -21,6 +21,9 @@ from evenstep.packing import (
     thd_arguments,
 )
 
+# Continuous integration is the derandomised profile.
+thoroughly = settings(max_examples=500 if settings.default and settings.default.derandomize else 100)
+
 ROWS = st.lists(st.lists(st.integers(1, 5), max_size=3), min_size=1, max_size=3)
 
 
@@ -32,6 +35,7 @@ def _row(docs: list[int], seq_len: int) -> dict[str, Any]:
     return pack_text([{"input_ids": list(range(n))} for n in docs], seq_len)
 
 
+@thoroughly
 @given(ROWS)
 def test_ids_count_documents_in_every_row(lengths: list[list[int]]) -> None:
     ids = document_ids(collate_rows(pack(lengths)))
@@ -42,6 +46,7 @@ def test_ids_count_documents_in_every_row(lengths: list[list[int]]) -> None:
     assert document_ids(pack(lengths)[0]).tolist() == ids[0].tolist()
 
 
+@thoroughly
 @given(ROWS, st.sampled_from([1, 4]), st.sampled_from([1, 4]))
 def test_ids_of_a_flat_sequence(
     lengths: list[list[int]], pad_to_multiple_of: int, pad_documents_to_multiple_of: int
@@ -62,6 +67,7 @@ def test_ids_of_a_flat_sequence(
 
 
 @pytest.mark.parametrize("causal", [True, False])
+@thoroughly
 @given(ROWS)
 def test_attention_stays_inside_documents(causal: bool, lengths: list[list[int]]) -> None:
     batch = collate_rows(pack(lengths))

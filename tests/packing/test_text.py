@@ -9,10 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenstep.packing import count_loss_tokens, pack_text, padding_row
+
+# Continuous integration is the derandomised profile.
+thoroughly = settings(max_examples=500 if settings.default and settings.default.derandomize else 100)
 
 IGNORE = -100
 
@@ -74,6 +77,7 @@ def reference(samples: list[dict[str, Any]], seq_len: int, shifted: bool) -> dic
     }
 
 
+@thoroughly
 @given(documents(), st.integers(1, 9), st.booleans())
 def test_a_row_is_what_the_reference_says(samples: list[dict[str, Any]], spare: int, shifted: bool) -> None:
     total = sum(len(s["input_ids"]) for s in samples)
@@ -88,6 +92,7 @@ def test_a_row_is_what_the_reference_says(samples: list[dict[str, Any]], spare: 
     assert type(row["max_seqlen"]) is int
 
 
+@thoroughly
 @given(documents(), st.integers(1, 9), st.booleans())
 def test_other_fields_go_along(samples: list[dict[str, Any]], spare: int, shifted: bool) -> None:
     kept = [s for s in samples if len(s["input_ids"])]
@@ -110,6 +115,7 @@ def test_other_fields_go_along(samples: list[dict[str, Any]], spare: int, shifte
     assert row["index"] == [7] * len(kept)
 
 
+@thoroughly
 @given(documents(max_samples=1, max_len=12), st.integers(1, 8), st.booleans())
 def test_counted_loss_tokens_are_those_packed(
     samples: list[dict[str, Any]], seq_len: int, shifted: bool

@@ -8,10 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenstep.packing import collate_rows, collate_varlen, pack_vision, padding_row, vision_metadata
+
+# Continuous integration is the derandomised profile.
+thoroughly = settings(max_examples=500 if settings.default and settings.default.derandomize else 100)
 
 IMAGE = 99
 
@@ -37,6 +40,7 @@ def sample(
 GRIDS = st.lists(st.sampled_from([(1, 2, 2), (1, 4, 2), (2, 2, 4)]), max_size=2)
 
 
+@thoroughly
 @given(
     st.lists(st.lists(GRIDS, max_size=3), min_size=1, max_size=3),
     st.sampled_from([collate_rows, collate_varlen]),

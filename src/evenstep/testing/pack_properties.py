@@ -1,4 +1,4 @@
-"""What is true of every right pack and collate, each told in plain words where it is not."""
+"""What is true of every rightly packed row, each told in plain words where it is not."""
 
 from __future__ import annotations
 
@@ -14,20 +14,18 @@ from evenstep.packing.fields import as_tensor, token_dim
 from evenstep.packing.text import LABEL_FIELDS
 
 __all__ = [
+    "DOCUMENT_MARKS",
     "Broken",
     "Conventions",
     "Expected",
-    "check_batch",
+    "broken",
+    "check_boundaries",
     "check_row",
+    "check_values",
     "expected_row",
-    "overwrite",
-    "show",
-    "show_samples",
 ]
 
 Sample = Mapping[str, Any]
-BOUNDARY_FIELDS = frozenset({"cu_seqlens", "max_seqlen", "num_tokens"})
-FLAT_MARKS = frozenset({"cu_seq_lens_q", "cu_seqlens_q", "cu_seqlens_padded"})
 DOCUMENT_MARKS = ("cu_seqlens", "position_ids", "document_ids", "seq_idx", "cu_seq_lens_q", "attention_mask")
 
 
@@ -116,20 +114,20 @@ def check_row(row: Any, expected: Expected, seq_len: int, conventions: Conventio
         Broken: One does not hold.
     """
     if not isinstance(row, Mapping):
-        _broken("row", f"pack returned a {type(row).__name__}; a row must be a mapping of fields")
+        broken("row", f"pack returned a {type(row).__name__}; a row must be a mapping of fields")
     for name in ("input_ids", "labels"):
         if name not in row:
-            _broken("lost field", f"the row has no {name!r} (it has {sorted(map(str, row))})")
+            broken("lost field", f"the row has no {name!r} (it has {sorted(map(str, row))})")
     length = len(row["input_ids"])
     if not expected.tokens <= length <= seq_len:
-        _broken(
+        broken(
             "lost tokens" if length < expected.tokens else "row length",
             f"the row has {length} tokens; it must hold the {expected.tokens} of its samples and no more than seq_len={seq_len}",
         )
     _check_boundaries(row, expected)
     _check_columns(row, expected, length, conventions)
     if len(expected.ends) > 1 and not any(mark in row for mark in DOCUMENT_MARKS):
-        _broken(
+        broken(
             "boundaries",
             f"nothing in the row tells its documents apart (none of {', '.join(DOCUMENT_MARKS)}), so they attend to each other",
         )
@@ -142,32 +140,32 @@ def _check_boundaries(row: Mapping[str, Any], expected: Expected) -> None:
     longest = max((b - a for a, b in pairwise(right)), default=0)
     for name, value in (("max_seqlen", longest), ("num_tokens", expected.tokens)):
         if name in row and int(row[name]) != value:
-            _broken("boundaries", f"{name} is {int(row[name])}, but it is {value} for these documents")
+            broken("boundaries", f"{name} is {int(row[name])}, but it is {value} for these documents")
 
 
 def check_boundaries(name: str, value: Any, right: list[int]) -> None:
     """Boundaries of documents, which must be ``right``."""
     tensor = as_tensor(value)
     if tensor is None or tensor.dim() != 1:
-        _broken("boundaries", f"{name} is {value!r}, but it must be one list of integers")
+        broken("boundaries", f"{name} is {value!r}, but it must be one list of integers")
     found = tensor.tolist()
     if any(b == a for a, b in pairwise(found)):
-        _broken(
+        broken(
             "zero-length document",
             f"{name} is {found}: a document without tokens, which attention kernels divide by; it must be {right}",
         )
     if found != right:
         hint = " (padding is no document)" if found[: len(right)] == right else ""
-        _broken("boundaries", f"{name} is {found}, but the documents stand at {right}{hint}")
+        broken("boundaries", f"{name} is {found}, but the documents stand at {right}{hint}")
     if isinstance(value, torch.Tensor | np.ndarray) and tensor.dtype != torch.int32:
-        _broken("boundaries", f"{name} is of type {tensor.dtype}; attention kernels take int32")
+        broken("boundaries", f"{name} is of type {tensor.dtype}; attention kernels take int32")
 
 
 def _check_columns(row: Mapping[str, Any], expected: Expected, length: int, conventions: Conventions) -> None:
     given = {name for sample in expected.samples for name in sample}
     for name in (*expected.columns, *expected.others):
         if name in given and name not in row:
-            _broken(
+            broken(
                 "lost field", f"the samples have {name!r}, the row has not (it has {sorted(map(str, row))})"
             )
     for name, (dim, right) in expected.columns.items():
@@ -176,7 +174,7 @@ def _check_columns(row: Mapping[str, Any], expected: Expected, length: int, conv
         found = as_tensor(row[name])
         if found is None or found.dim() != right.dim() or found.shape[dim] != length:
             shape = "no numbers" if found is None else f"shape {list(found.shape)}"
-            _broken(
+            broken(
                 "field length",
                 f"{name!r} has {shape} in a row of {length} tokens; they no longer belong together",
             )
@@ -191,7 +189,7 @@ def check_padding_labels(labels: torch.Tensor, start: int, conventions: Conventi
     wrong = (labels != conventions.ignore_index).nonzero()
     if len(wrong):
         at = int(wrong[0])
-        _broken(
+        broken(
             "padding label",
             f"position {start + at} is padding, but its label is {labels[at].item()}; it must be "
             f"{conventions.ignore_index}, or the model is trained on padding",
@@ -223,122 +221,12 @@ def check_values(
             if conventions.shifted
             else f"it is the first token of document {document}, which nothing in its document predicts"
         )
-        _broken("label leak", f"{where}: {why}")
+        broken("label leak", f"{where}: {why}")
     if name == "position_ids":
-        _broken("running positions", f"{where}: positions start again in every document")
-    _broken("lost tokens" if name == "input_ids" else "field values", where)
+        broken("running positions", f"{where}: positions start again in every document")
+    broken("lost tokens" if name == "input_ids" else "field values", where)
 
 
-def check_batch(
-    batch: Any, rows: Sequence[Mapping[str, Any]], expected: Sequence[Expected], c: Conventions
-) -> None:
-    """Every property of a collated batch: the documents of all rows, in either layout.
-
-    Raises:
-        Broken: One does not hold.
-    """
-    if not isinstance(batch, Mapping):
-        _broken("batch", f"collate returned a {type(batch).__name__}; a batch must be a mapping of fields")
-    _check_fields(batch, rows, expected)
-    ids, labels = as_tensor(batch["input_ids"]), as_tensor(batch["labels"])
-    if ids is None or labels is None or ids.shape != labels.shape or ids.dim() not in (1, 2):
-        _broken(
-            "field length",
-            "input_ids and labels of the batch are not two tensors of one shape [rows, tokens]",
-        )
-    places = _places(batch, ids, expected)
-    real = torch.zeros(ids.numel(), dtype=torch.bool)
-    for k, one in enumerate(expected):
-        for at, start, end in places[k]:
-            if at + end - start > len(real):
-                _broken("lost tokens", f"the batch ends before the {one.tokens} tokens of row {k}")
-            real[at : at + end - start] = True
-        for name, (_, right) in one.columns.items():
-            tensor = as_tensor(batch[name]) if name in batch else None
-            if tensor is None or tensor.shape != ids.shape:
-                continue  # Several values to a token: where they stand is the collate's convention.
-            flat = tensor.reshape(-1)
-            found = torch.cat([flat[at : at + end - start] for at, start, end in places[k]] or [flat[:0]])
-            try:
-                check_values(name, found, right, 0, one, c)
-            except Broken as error:
-                _broken(error.property, f"in row {k} of the batch, {error.detail}")
-    padding = labels.reshape(-1)[~real]
-    if bool((padding != c.ignore_index).any()):
-        wrong = padding[padding != c.ignore_index][0].item()
-        _broken("padding label", f"padding of the batch has the label {wrong}; it must be {c.ignore_index}")
-
-
-def _check_fields(
-    batch: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], expected: Sequence[Expected]
-) -> None:
-    for name in dict.fromkeys(name for row in rows for name in row):
-        if name not in batch and name not in BOUNDARY_FIELDS:
-            _broken(
-                "lost field", f"the rows have {name!r}, the batch has not (it has {sorted(map(str, batch))})"
-            )
-    if sum(len(one.ends) for one in expected) > 1 and not any(mark in batch for mark in DOCUMENT_MARKS):
-        marks = ", ".join(DOCUMENT_MARKS)
-        _broken(
-            "boundaries",
-            f"nothing in the batch tells its documents apart (none of {marks}), so they attend to each other",
-        )
-
-
-def _places(
-    batch: Mapping[str, Any], ids: torch.Tensor, expected: Sequence[Expected]
-) -> list[list[tuple[int, int, int]]]:
-    """Per row, for each document: its place in the flattened batch, its start and its end in the row."""
-    flat = ids.dim() == 1 or len(ids) != len(expected) or not FLAT_MARKS.isdisjoint(batch)
-    if not flat:
-        width = ids.shape[1]
-        return [
-            [(k * width + start, start, end) for start, end in zip(one.starts, one.ends, strict=True)]
-            for k, one in enumerate(expected)
-        ]
-    lengths = [end - start for one in expected for start, end in zip(one.starts, one.ends, strict=True)]
-    right = [0, *np.cumsum(lengths, dtype=int).tolist()]
-    memory = as_tensor(batch.get("cu_seqlens_padded", right))
-    if "cu_seqlens" in batch:
-        check_boundaries("cu_seqlens of the batch", batch["cu_seqlens"], right)
-    at = iter([] if memory is None else memory.tolist())
-    return [
-        [(int(next(at)), start, end) for start, end in zip(one.starts, one.ends, strict=True)]
-        for one in expected
-    ]
-
-
-def overwrite(tree: Any) -> None:
-    """Writes over every tensor and array of ``tree``, to see who else looks at their storage."""
-    if isinstance(tree, torch.Tensor):
-        if tree.numel():
-            tree.copy_(tree == 0 if tree.dtype == torch.bool else torch.full_like(tree, 77))
-    elif isinstance(tree, np.ndarray):
-        if tree.flags.writeable:
-            tree[...] = 77
-    elif isinstance(tree, Mapping):
-        for value in tree.values():
-            overwrite(value)
-    elif isinstance(tree, list | tuple):
-        for value in tree:
-            overwrite(value)
-
-
-def show(value: Any) -> str:
-    """``value`` in a line, tensors as lists."""
-    if isinstance(value, torch.Tensor | np.ndarray):
-        return str(value.tolist())
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{name}: {show(v)}" for name, v in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(show, value)) + "]"
-    return repr(value)
-
-
-def show_samples(samples: Sequence[Any]) -> str:
-    """One line per sample."""
-    return "\n".join(f"    {show(sample)}" for sample in samples)
-
-
-def _broken(name: str, detail: str) -> NoReturn:
+def broken(name: str, detail: str) -> NoReturn:
+    """Tells that property ``name`` does not hold."""
     raise Broken(name, detail)

@@ -10,18 +10,10 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from evenstep.packing import padding_row
-from evenstep.testing.pack_properties import (
-    Broken,
-    Conventions,
-    Expected,
-    check_batch,
-    check_row,
-    expected_row,
-    overwrite,
-    show,
-    show_samples,
-)
+from evenstep.testing.batch_properties import check_batch
+from evenstep.testing.pack_properties import Broken, Conventions, Expected, check_row, expected_row
 from evenstep.testing.strategies import DEFAULT_SEQ_LEN, sample_lists
+from evenstep.testing.values import overwrite, show, show_samples
 
 __all__ = ["PackCheckFailed", "check_pack"]
 

@@ -1,0 +1,104 @@
+"""What is true of every rightly collated batch, padded or flat: each row keeps its documents and their fields."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from evenstep.packing.fields import as_tensor
+from evenstep.testing.pack_properties import (
+    DOCUMENT_MARKS,
+    Broken,
+    Conventions,
+    Expected,
+    broken,
+    check_boundaries,
+    check_values,
+)
+
+__all__ = ["check_batch"]
+
+BOUNDARY_FIELDS = frozenset({"cu_seqlens", "max_seqlen", "num_tokens"})
+FLAT_MARKS = frozenset({"cu_seq_lens_q", "cu_seqlens_q", "cu_seqlens_padded"})
+
+
+def check_batch(
+    batch: Any, rows: Sequence[Mapping[str, Any]], expected: Sequence[Expected], c: Conventions
+) -> None:
+    """Every property of a collated batch: the documents of all rows, in either layout.
+
+    Raises:
+        Broken: One does not hold.
+    """
+    if not isinstance(batch, Mapping):
+        broken("batch", f"collate returned a {type(batch).__name__}; a batch must be a mapping of fields")
+    _check_fields(batch, rows, expected)
+    ids, labels = as_tensor(batch["input_ids"]), as_tensor(batch["labels"])
+    if ids is None or labels is None or ids.shape != labels.shape or ids.dim() not in (1, 2):
+        broken(
+            "field length",
+            "input_ids and labels of the batch are not two tensors of one shape [rows, tokens]",
+        )
+    places = _places(batch, ids, expected)
+    real = torch.zeros(ids.numel(), dtype=torch.bool)
+    for k, one in enumerate(expected):
+        for at, start, end in places[k]:
+            if at + end - start > len(real):
+                broken("lost tokens", f"the batch ends before the {one.tokens} tokens of row {k}")
+            real[at : at + end - start] = True
+        for name, (_, right) in one.columns.items():
+            tensor = as_tensor(batch[name]) if name in batch else None
+            if tensor is None or tensor.shape != ids.shape:
+                continue  # Several values to a token: where they stand is the collate's convention.
+            flat = tensor.reshape(-1)
+            found = torch.cat([flat[at : at + end - start] for at, start, end in places[k]] or [flat[:0]])
+            try:
+                check_values(name, found, right, 0, one, c)
+            except Broken as error:
+                broken(error.property, f"in row {k} of the batch, {error.detail}")
+    padding = labels.reshape(-1)[~real]
+    if bool((padding != c.ignore_index).any()):
+        wrong = padding[padding != c.ignore_index][0].item()
+        broken("padding label", f"padding of the batch has the label {wrong}; it must be {c.ignore_index}")
+
+
+def _check_fields(
+    batch: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], expected: Sequence[Expected]
+) -> None:
+    for name in dict.fromkeys(name for row in rows for name in row):
+        if name not in batch and name not in BOUNDARY_FIELDS:
+            broken(
+                "lost field", f"the rows have {name!r}, the batch has not (it has {sorted(map(str, batch))})"
+            )
+    if sum(len(one.ends) for one in expected) > 1 and not any(mark in batch for mark in DOCUMENT_MARKS):
+        marks = ", ".join(DOCUMENT_MARKS)
+        broken(
+            "boundaries",
+            f"nothing in the batch tells its documents apart (none of {marks}), so they attend to each other",
+        )
+
+
+def _places(
+    batch: Mapping[str, Any], ids: torch.Tensor, expected: Sequence[Expected]
+) -> list[list[tuple[int, int, int]]]:
+    """Per row, for each document: its place in the flattened batch, its start and its end in the row."""
+    flat = ids.dim() == 1 or len(ids) != len(expected) or not FLAT_MARKS.isdisjoint(batch)
+    if not flat:
+        width = ids.shape[1]
+        return [
+            [(k * width + start, start, end) for start, end in zip(one.starts, one.ends, strict=True)]
+            for k, one in enumerate(expected)
+        ]
+    lengths = [end - start for one in expected for start, end in zip(one.starts, one.ends, strict=True)]
+    right = [0, *np.cumsum(lengths, dtype=int).tolist()]
+    memory = as_tensor(batch.get("cu_seqlens_padded", right))
+    if "cu_seqlens" in batch:
+        check_boundaries("cu_seqlens of the batch", batch["cu_seqlens"], right)
+    at = iter([] if memory is None else memory.tolist())
+    return [
+        [(int(next(at)), start, end) for start, end in zip(one.starts, one.ends, strict=True)]
+        for one in expected
+    ]
