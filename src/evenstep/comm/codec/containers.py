@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import chain
@@ -127,14 +128,22 @@ def _key_spec(key: Any) -> Any:
     if key is None or isinstance(key, (str, bool)):
         return key
     if isinstance(key, float):
-        return ["f", key.hex()]
+        return ["f", struct.pack(">d", key).hex()]  # the bits: a NaN has a sign and a payload
     if isinstance(key, bytes):
         return ["y", key.hex()]
     return ["i", str(key)] if abs(key) < 1 << 64 else ["x", hex(key)]
 
 
+def _float_of_bits(text: str) -> float:
+    try:
+        value: float = struct.unpack(">d", bytes.fromhex(text))[0]
+    except struct.error as error:
+        raise ValueError(str(error)) from None
+    return value
+
+
 _KEYS: dict[str, Callable[[str], Any]] = {
-    "f": float.fromhex,
+    "f": _float_of_bits,
     "y": bytes.fromhex,
     "i": int,
     "x": lambda text: int(text, 16),

@@ -12,7 +12,7 @@ from evenstep.comm.codec.classes import is_reachable, record_fields
 from evenstep.comm.codec.containers import MAX_DEPTH, DictNode, RaggedNode, RecordNode, SequenceNode
 from evenstep.comm.codec.leaves import ARRAY_KINDS, TENSOR_DTYPES, ArrayNode, TensorNode
 from evenstep.comm.codec.nodes import Node
-from evenstep.comm.codec.scan import KEY_TYPES, VECTORS, fits_int64
+from evenstep.comm.codec.scan import KEY_TYPES, VECTORS, all_fit_int64, fits_int64
 from evenstep.comm.codec.values import BlobNode, IntNode, ScalarNode
 
 __all__ = ["describe"]
@@ -117,7 +117,7 @@ def _describe_sequence(value: Any, path: str, depth: int) -> Node:
     kinds = set(map(type, value))
     if len(kinds) == 1:
         (only,) = kinds
-        if only in VECTORS and (only is not int or (fits_int64(min(value)) and fits_int64(max(value)))):
+        if only in VECTORS and (only is not int or all_fit_int64(value)):
             return BlobNode(prefix + VECTORS[only])
     children = [describe(v, f"{path}[{at}]", depth + 1) for at, v in enumerate(value)]
     if len(kinds) == 1 and all(child.spec() == children[0].spec() for child in children[1:]):

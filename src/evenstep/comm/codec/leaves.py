@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -50,6 +51,12 @@ def parse_dtype(name: str) -> np.dtype[Any]:
     raise WireFormatError(f"NumPy dtype {name!r} is unknown here")
 
 
+def _shape_columns(values: Sequence[Any], ndim: int) -> npt.NDArray[np.int64]:
+    """All first dimensions, then all second ones, ...: int64 ``[ndim * n]``."""
+    shapes = np.fromiter(chain.from_iterable([value.shape for value in values]), np.int64, len(values) * ndim)
+    return shapes.reshape(len(values), ndim).T.reshape(-1)
+
+
 class TensorNode:
     """Tensors of one dtype and number of dimensions; shapes may differ."""
 
@@ -70,13 +77,8 @@ class TensorNode:
         return ["T", str(self.dtype)[6:], self.ndim]
 
     def encode(self, values: Sequence[Tensor], writer: Writer) -> None:
-        if self.ndim == 1:
-            numels = [t.numel() for t in values]
-            writer.ints(numels)
-        else:
-            shapes = np.array([t.shape for t in values], dtype=np.int64).reshape(len(values), self.ndim)
-            writer.ints(shapes.T.reshape(-1))
-            numels = shapes.prod(axis=1).tolist()
+        numels = [t.numel() for t in values]
+        writer.ints(numels if self.ndim == 1 else _shape_columns(values, self.ndim))
         writer.raw(sum(numels) * self.itemsize, lambda out, _: self._fill(values, numels, out))
 
     def _fill(self, values: Sequence[Tensor], numels: list[int], out: Tensor) -> None:
@@ -141,13 +143,8 @@ class ArrayNode:
         return ["N", self.dtype.str, self.ndim]
 
     def encode(self, values: Sequence[Any], writer: Writer) -> None:
-        if self.ndim == 1:
-            numels = [len(a) for a in values]
-            writer.ints(numels)
-        else:
-            shapes = np.array([a.shape for a in values], dtype=np.int64).reshape(len(values), self.ndim)
-            writer.ints(shapes.T.reshape(-1))
-            numels = shapes.prod(axis=1).tolist()
+        numels = [a.size for a in values]
+        writer.ints(numels if self.ndim == 1 else _shape_columns(values, self.ndim))
         writer.raw(sum(numels) * self.dtype.itemsize, lambda _, out: self._fill(values, numels, out))
 
     def _fill(self, values: Sequence[Any], numels: list[int], out: Bytes) -> None:

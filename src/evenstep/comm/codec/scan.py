@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import struct
+from array import array
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,7 +16,7 @@ from evenstep.comm.codec.classes import is_reachable, record_fields
 from evenstep.comm.codec.leaves import ARRAY_KINDS, TENSOR_DTYPES
 from evenstep.comm.codec.values import big_int_bytes
 
-__all__ = ["KEY_TYPES", "VECTORS", "Unsupported", "fits_int64", "scan"]
+__all__ = ["KEY_TYPES", "VECTORS", "Unsupported", "all_fit_int64", "fits_int64", "scan"]
 
 VECTORS = {int: "i", float: "f", bool: "b"}
 _PLAIN_KEYS = {str}
@@ -25,6 +27,15 @@ _LOW, _HIGH = -(1 << 63), 1 << 63
 def fits_int64(value: int) -> bool:
     """Whether an integer travels as one int64; others travel as bytes."""
     return _LOW <= value < _HIGH
+
+
+def all_fit_int64(values: Sequence[int]) -> bool:
+    """Whether every integer of a list does; in one pass, because token lists are long."""
+    try:
+        array("q", values)
+    except OverflowError:
+        return False
+    return True
 
 
 class Unsupported(Exception):  # noqa: N818 - never leaves the codec
@@ -58,6 +69,11 @@ def _scan_tensor(value: Tensor, signature: list[Any]) -> int:
     return nbytes
 
 
+def _key_identity(key: Any) -> tuple[type, Any]:
+    """Equal only for keys that arrive as the same: 1, True and 1.0 are equal, and NaN is not even itself."""
+    return type(key), struct.pack("<d", key) if type(key) is float else key
+
+
 def _scan_dict(value: dict[Any, Any], signature: list[Any]) -> int:
     if not value:
         signature += (dict, 0)
@@ -67,7 +83,7 @@ def _scan_dict(value: dict[Any, Any], signature: list[Any]) -> int:
     if kinds != _PLAIN_KEYS:
         if not kinds <= KEY_TYPES:
             raise Unsupported
-        keys = tuple((type(key), repr(key)) for key in keys)  # 1, True and 1.0 are equal, and NaN is not
+        keys = tuple(map(_key_identity, keys))
     signature += (dict, keys)
     nbytes = 0
     scanners = _SCANNERS
@@ -83,7 +99,7 @@ def _scan_sequence(kind: type, value: Any, signature: list[Any]) -> int:
     kinds = set(map(type, value))
     if len(kinds) == 1:
         (only,) = kinds
-        if only in VECTORS and (only is not int or (fits_int64(min(value)) and fits_int64(max(value)))):
+        if only in VECTORS and (only is not int or all_fit_int64(value)):
             signature += (kind, _Vector, only)
             return 8 + len(value) * (1 if only is bool else 8)
         first: list[Any] = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,8 @@ from evenstep.comm.codec.frame import Bytes, Reader, Writer
 from evenstep.errors import WireFormatError
 
 __all__ = ["BLOBS", "big_int_bytes"]
+
+_SMALL = 1024  # bytes a value, below which joining is faster than writing one by one
 
 
 class ScalarNode:
@@ -51,12 +53,19 @@ class BlobNode:
 
     def encode(self, values: Sequence[Any], writer: Writer) -> None:
         parts = [self.to_bytes(value) for value in values]
-        writer.ints([len(part) for part in parts])
+        lengths = [len(part) for part in parts]
+        total = sum(lengths)
+        writer.ints(lengths)
 
         def fill(_: Tensor, out: Bytes) -> None:
-            out[:] = np.frombuffer(b"".join(parts), np.uint8)
+            if total < _SMALL * len(parts):
+                out[:] = np.frombuffer(b"".join(parts), np.uint8)
+                return
+            place = out.data  # large ones, such as compressed images, are copied once
+            for end, part in zip(accumulate(lengths), parts, strict=True):
+                place[end - len(part) : end] = part
 
-        writer.raw(sum(map(len, parts)), fill)
+        writer.raw(total, fill)
 
     def decode(self, n: int, reader: Reader) -> list[Any]:
         lengths = reader.lengths(n)
