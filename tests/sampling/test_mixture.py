@@ -14,6 +14,8 @@ from evenstep.cursor import Cursor
 from evenstep.sampling import MixtureOrder, MixtureSampler, Remainder, TokenBudgetSampler
 from evenstep.sampling.blend import Blend, _rounded_share
 
+GOLDEN = [101, 116, 71, 6, 100, 102, 94, 114, 63, 58, 107, 3]
+
 weights_of = st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=12)
 
 
@@ -199,3 +201,11 @@ def test_positions_have_an_end() -> None:
         ValueError, match=r"^epoch 4 of 1152921504606846976 samples lies beyond position 2\*\*62$"
     ):
         sampler.step_at(Cursor(epoch=4))
+
+
+def test_a_mixture_never_changes() -> None:
+    """Golden values: whoever changes them breaks every saved position."""
+    sampler = MixtureSampler([100, 10, 7], [0.5, 0.3, 0.2], global_batch_size=12, seed=3, num_samples=10**6)
+    step = sampler.step_at(Cursor(epoch=1, consumed_samples=10**5))
+    assert step is not None
+    assert step.indices.tolist() == GOLDEN

@@ -13,7 +13,10 @@ from hypothesis import strategies as st
 from evenstep.cursor import Cursor
 from evenstep.errors import Infeasible
 from evenstep.sampling import Step, TokenBudgetSampler
-from evenstep.sampling.first_fit import first_fit_decreasing, longest_run, most_that_could_fit
+from evenstep.sampling.first_fit import RowLimits, first_fit_decreasing, longest_run, most_that_could_fit
+
+INDICES = [29, 181, 44, 36, 160, 39, 165, 138, 128, 185, 199]
+ROWS = [1, 1, 1, 2, 0, 0, 2, 2, 2, 2, 2]
 
 lengths_of_tokens = st.lists(st.integers(1, 20), min_size=1, max_size=60)
 rows = st.integers(1, 9)
@@ -48,28 +51,28 @@ def loads(sampler: TokenBudgetSampler, step: Step) -> npt.NDArray[np.int64]:
 
 @given(lengths=lengths_of_tokens, rows=rows, capacity=st.integers(20, 45), limit=segments)
 def test_first_fit_is_the_plain_one(lengths: list[int], rows: int, capacity: int, limit: int | None) -> None:
-    packed = first_fit_decreasing(np.array(lengths, dtype=np.int64), rows, capacity, limit)
+    packed = first_fit_decreasing(np.array(lengths, dtype=np.int64), RowLimits(rows, capacity, limit))
     assert (None if packed is None else packed.tolist()) == plain_first_fit(lengths, rows, capacity, limit)
 
 
 @given(lengths=lengths_of_tokens, rows=rows, capacity=st.integers(20, 45), limit=segments)
 def test_the_run_is_the_longest(lengths: list[int], rows: int, capacity: int, limit: int | None) -> None:
-    run, packed = longest_run(np.array(lengths, dtype=np.int64), rows, capacity, limit)
+    run, packed = longest_run(np.array(lengths, dtype=np.int64), RowLimits(rows, capacity, limit))
     packs = [
         k for k in range(len(lengths) + 1) if plain_first_fit(lengths[:k], rows, capacity, limit) is not None
     ]
     assert run == max(packs)
     assert packed.tolist() == plain_first_fit(lengths[:run], rows, capacity, limit)
-    assert run <= most_that_could_fit(np.array(lengths, dtype=np.int64), rows, capacity, limit)
+    assert run <= most_that_could_fit(np.array(lengths, dtype=np.int64), RowLimits(rows, capacity, limit))
 
 
 def test_a_run_too_large_to_search_in_full_is_a_local_maximum() -> None:
     # 6 + 3 leave a tenth of each row empty, which no simple bound sees: hundreds of candidates fail.
     lengths = np.array([6, 3] * 20_000, dtype=np.int64)
-    run, packed = longest_run(lengths, 8000, 10)
+    run, packed = longest_run(lengths, RowLimits(8000, 10))
     assert run == 16_000
     assert np.bincount(packed, lengths[:run]).tolist() == [9] * 8000
-    assert first_fit_decreasing(lengths[: run + 1], 8000, 10) is None
+    assert first_fit_decreasing(lengths[: run + 1], RowLimits(8000, 10)) is None
 
 
 @given(
@@ -173,6 +176,51 @@ def test_a_remembered_step_still_takes_its_fields_from_the_cursor() -> None:
     assert first.next_cursor.seed == 8
 
 
+@given(
+    data=st.data(),
+    rows=rows,
+    limit=segments,
+    budget=st.integers(5, 12),
+    order=st.sampled_from(["shuffled", "sequential"]),
+)
+def test_budgets_hold_in_every_row(
+    data: st.DataObject, rows: int, limit: int | None, budget: int, order: str
+) -> None:
+    lengths = np.array(data.draw(st.lists(st.integers(1, 30), min_size=1, max_size=50)))
+    patches = np.array(data.draw(st.lists(st.integers(0, 14), min_size=len(lengths), max_size=len(lengths))))
+    sampler = TokenBudgetSampler(
+        lengths,
+        rows_per_step=rows,
+        seq_len=20,
+        order=order,
+        remainder="pad",
+        oversized="single",
+        max_segments=limit,
+        budgets={"patches": budget},
+        features={"patches": patches},
+    )
+    steps = steps_of(sampler)
+    seen = np.concatenate([step.indices[step.indices >= 0] for step in steps])
+    assert sorted(seen) == list(range(len(lengths)))
+    for step in steps:
+        for row in range(rows):
+            inside = step.indices[(step.rows == row) & (step.indices >= 0)]
+            alone = len(inside) == 1
+            assert alone or (lengths[inside].sum() <= 20 and patches[inside].sum() <= budget)
+            assert limit is None or len(inside) <= limit
+
+
+def test_budgets_above_all_sums_change_nothing() -> None:
+    lengths = np.random.default_rng(3).integers(1, 64, 400)
+    plain = TokenBudgetSampler(lengths, rows_per_step=4, seq_len=64)
+    loose = TokenBudgetSampler(
+        lengths, rows_per_step=4, seq_len=64, budgets={"images": 1e6}, features={"images": lengths * 0.5}
+    )
+    assert [(s.indices.tolist(), s.rows.tolist()) for s in steps_of(loose)] == [
+        (s.indices.tolist(), s.rows.tolist()) for s in steps_of(plain)
+    ]
+
+
 def test_lognormal_lengths_fill_the_rows() -> None:
     """Next-fit of consecutive documents fills 0.90 on such lengths; dataset packers reach 0.99."""
     lengths = np.minimum(np.random.default_rng(0).lognormal(7, 1.2, 20_000).astype(np.int64) + 1, 8192)
@@ -217,6 +265,27 @@ def test_identity_follows_the_lengths() -> None:
             "1 samples with tokens cannot fill 2 rows: remainder='drop' would leave no step at all; make the "
             "step smaller, or use 'pad'",
         ),
+        (
+            {"budgets": {"patches": 4}, "features": {"patches": [1.0, 5.0]}},
+            Infeasible,
+            "sample 1 has patches=5.0, the budget of a row is 4: it fits nowhere. Raise the budget, or pass "
+            "oversized='single'",
+        ),
+        (
+            {"budgets": {"patches": 4}, "features": {"images": [1, 2]}},
+            ValueError,
+            "budgets names 'patches', features has ['images']: pass a column for each budget",
+        ),
+        (
+            {"budgets": {"patches": 4}, "features": {"patches": [1]}},
+            TypeError,
+            "features['patches'] is int64 [1]: expected one number per sample, [2]",
+        ),
+        (
+            {"budgets": {"patches": 4}, "features": {"patches": [1, float("nan")]}},
+            ValueError,
+            "features['patches'] holds a negative or non-finite number: no row can add them up",
+        ),
         ({"remainder": "wrap"}, ValueError, "remainder is 'wrap': expected one of 'drop', 'pad'"),
         (
             {"oversized": "cut"},
@@ -239,3 +308,13 @@ def test_an_order_outside_the_lengths() -> None:
     sampler = TokenBudgetSampler([5, 5], rows_per_step=1, seq_len=10, order=Shifted())
     with pytest.raises(ValueError, match=r"^the order gave index 2 in epoch 0, but lengths has 2 entries: "):
         sampler.step_at(Cursor())
+
+
+def test_a_token_budget_never_changes() -> None:
+    """Golden values: whoever changes them breaks every saved position."""
+    lengths = [i * i % 61 for i in range(200)]
+    sampler = TokenBudgetSampler(lengths, rows_per_step=3, seq_len=100, seed=3)
+    step = sampler.step_at(Cursor(epoch=1, consumed_samples=20))
+    assert step is not None
+    assert step.indices.tolist() == INDICES
+    assert step.rows.tolist() == ROWS

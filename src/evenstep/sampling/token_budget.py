@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from evenstep.cursor import Cursor
-from evenstep.errors import Infeasible
-from evenstep.sampling.first_fit import fill_empty_rows, longest_run, most_that_could_fit
+from evenstep.sampling.first_fit import RowLimits, fill_empty_rows, longest_run, most_that_could_fit
 from evenstep.sampling.hashing import stream_digest
 from evenstep.sampling.order import (
     Order,
@@ -21,10 +21,12 @@ from evenstep.sampling.order import (
     order_digest,
     resolve_order,
 )
+from evenstep.sampling.row_needs import RowNeeds
 from evenstep.sampling.steps import Step, advance
 
 __all__ = ["TokenBudgetSampler"]
 
+_I64 = npt.NDArray[np.int64]
 _REMEMBERED = 16  # steps: look-ahead and its consumer ask for the same ones
 
 
@@ -33,7 +35,7 @@ class TokenBudgetSampler:
 
     That packing is the reference layout. How "longest" is found, step by step, is said at
     `evenstep.sampling.first_fit.longest_run`; the samples of a step depend on nothing but seed, order,
-    position, lengths, ``rows_per_step``, ``seq_len``, ``fill`` and ``max_segments``. No row stays empty
+    position, what the samples take of a row, and the arguments here. No row stays empty
     while the step has as many samples as rows. Samples of length 0 belong to a step and take no room.
 
     Args:
@@ -49,9 +51,11 @@ class TokenBudgetSampler:
         oversized: A sample longer than ``seq_len`` is an error, sits ``"single"`` in its own row, or is cut
             by the packer (``"truncate"``) and takes a whole row.
         max_segments: Samples of a row at most.
+        budgets: Largest sum of a named feature in a row, as in `LoaderConfig`.
+        features: One column of numbers ``[n]`` for each budget.
 
     Raises:
-        Infeasible: A sample is longer than ``seq_len`` and ``oversized`` is ``"error"``.
+        Infeasible: A sample is above ``seq_len`` or a budget, and ``oversized`` does not allow it.
         ValueError: A value is out of range, or ``"drop"`` would leave no step at all.
     """
 
@@ -67,6 +71,8 @@ class TokenBudgetSampler:
         fill: float | None = None,
         oversized: Literal["error", "single", "truncate"] = "error",
         max_segments: int | None = None,
+        budgets: Mapping[str, float] | None = None,
+        features: Mapping[str, npt.ArrayLike] | None = None,
     ) -> None:
         check_count("rows_per_step", rows_per_step, "rows per optimizer step")
         check_count("seq_len", seq_len, "tokens per row")
@@ -77,7 +83,8 @@ class TokenBudgetSampler:
         check_choice("oversized", oversized, ("error", "single", "truncate"))
         if fill is not None and not 0 < fill <= 1:
             raise ValueError(f"fill is {fill!r}: expected a fraction of the step's tokens in (0, 1], or None")
-        self.lengths = _checked_lengths(lengths, seq_len, oversized)
+        self._needs = RowNeeds(lengths, int(seq_len), oversized, features or {}, budgets or {})
+        self.lengths = self._needs.lengths
         self.num_samples = len(self.lengths)
         with_tokens = int(np.count_nonzero(self.lengths))
         if (remainder == "drop" and with_tokens < rows_per_step) or not with_tokens:
@@ -91,7 +98,12 @@ class TokenBudgetSampler:
         self.remainder = remainder
         self.fill = fill
         self.oversized = oversized
-        self.max_segments = max_segments
+        self.limits = RowLimits(
+            self.global_batch_size,
+            self.seq_len,
+            None if max_segments is None else int(max_segments),
+            self._needs.budgets,
+        )
         self.order, self._order = resolve_order(order, self.num_samples, self.seed)
         self._start = Cursor(
             global_batch_size=self.global_batch_size,
@@ -143,7 +155,7 @@ class TokenBudgetSampler:
 
     def _pack(self, epoch: int, begin: int) -> Step | None:
         rows = self.rows_per_step
-        indices, lengths = self._read(epoch, begin)
+        indices, lengths, features = self._read(epoch, begin)
         real = np.flatnonzero(lengths)
         if not len(real):
             return None
@@ -154,7 +166,7 @@ class TokenBudgetSampler:
             enough = max(enough, rows)
             filled = enough <= len(sizes)
             sizes = sizes[:enough]
-        run, packed = longest_run(sizes, rows, self.seq_len, self.max_segments)
+        run, packed = longest_run(sizes, self.limits, None if features is None else features[:, real])
         filled = filled and run == len(sizes)
         # Samples without tokens go with the step before them.
         end = int(real[run]) if run < len(real) else len(lengths)
@@ -170,8 +182,8 @@ class TokenBudgetSampler:
             replace(self._start, epoch=epoch, consumed_samples=begin + end),
         )
 
-    def _read(self, epoch: int, begin: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Indices and lengths (in a row) of more samples than a step can hold, or of the rest of the epoch."""
+    def _read(self, epoch: int, begin: int) -> tuple[_I64, _I64, npt.NDArray[np.float64] | None]:
+        """Indices, tokens and features of more samples than a step can hold, or of the rest of the epoch."""
         count = self._guess
         while True:
             end = min(begin + count, self.num_samples)
@@ -182,31 +194,11 @@ class TokenBudgetSampler:
                     f"the order gave index {int(indices.max())} in epoch {epoch}, but lengths has "
                     f"{self.num_samples} entries: every index needs a length"
                 )
-            lengths = np.minimum(self.lengths[indices], self.seq_len).astype(np.int64)
-            real = lengths[lengths > 0]
-            if end >= self.num_samples:
-                return indices, lengths
-            if most_that_could_fit(real, self.rows_per_step, self.seq_len, self.max_segments) < len(real):
-                return indices, lengths
+            lengths, features = self._needs.at(indices)
+            real = lengths > 0
+            bound = most_that_could_fit(
+                lengths[real], self.limits, None if features is None else features[:, real]
+            )
+            if end >= self.num_samples or bound < np.count_nonzero(real):
+                return indices, lengths, features
             count *= 2
-
-
-def _checked_lengths(lengths: npt.ArrayLike, seq_len: int, oversized: str) -> npt.NDArray[np.integer[Any]]:
-    array = np.asarray(lengths)
-    if array.ndim == 1 and not len(array):
-        raise ValueError("lengths is empty: a sampler needs at least one sample")
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise TypeError(
-            f"lengths is {array.dtype} {list(array.shape)}: expected a one-dimensional array of integers, the "
-            "tokens of each sample"
-        )
-    if array.min() < 0:
-        at = int(array.argmin())
-        raise ValueError(f"lengths[{at}] is {int(array[at])}: a sample has 0 or more tokens")
-    if oversized == "error" and array.max() > seq_len:
-        at = int(np.argmax(array > seq_len))
-        raise Infeasible(
-            f"sample {at} has {int(array[at])} tokens, a row holds seq_len={seq_len}: it fits nowhere. Raise "
-            "seq_len, shorten the sample, or pass oversized='single' or 'truncate'"
-        )
-    return array
