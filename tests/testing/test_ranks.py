@@ -126,6 +126,12 @@ def kill_the_server(rank: int, path: str) -> None:
     time.sleep(1000)
 
 
+def leave_first(rank: int) -> None:
+    if rank == 7:
+        raise LookupError("gone before the others began")
+    time.sleep(0.2)
+
+
 def return_a_lambda(rank: int) -> Callable[[], None]:
     return lambda: None
 
@@ -183,7 +189,7 @@ def test_ranks_can_start_ranks() -> None:
 
 def test_an_exception_arrives_with_its_type_and_traceback_while_the_other_rank_hangs() -> None:
     with pytest.raises(RanksFailed) as caught:
-        run_ranks(raise_on_rank_1_while_others_sleep, 2, 1000.0, timeout=2.0)
+        run_ranks(raise_on_rank_1_while_others_sleep, 2, 1000.0, timeout=4.0)
     failed = caught.value
     assert type(failed.errors[1]) is LookupError
     assert str(failed.errors[1]) == "the shard is gone"
@@ -195,7 +201,7 @@ def test_an_exception_arrives_with_its_type_and_traceback_while_the_other_rank_h
     assert "\nLookupError: the shard is gone\n--- rank 0, exit code -9 (SIGKILL), after " in message
     assert " in raise_on_rank_1_while_others_sleep\n" in message.partition("--- rank 0")[2]
     assert message.endswith(
-        "TimeoutError: rank 0 was still running after 2 s and was killed before its function returned"
+        "TimeoutError: rank 0 was still running after 4 s and was killed before its function returned"
     )
 
 
@@ -215,6 +221,11 @@ def test_a_failed_rank_frees_its_peers_from_a_collective() -> None:
     assert type(outcomes[1].error) is LookupError
     assert [type(outcomes[rank].error) for rank in (0, 2)] == [RuntimeError, RuntimeError]
     assert [outcome.exit_code for outcome in outcomes] == [1, 1, 1]
+
+
+def test_no_function_begins_before_every_rank_is_connected() -> None:
+    outcomes = run_ranks_outcomes(leave_first, 8)
+    assert [type(outcome.error).__name__ for outcome in outcomes] == ["NoneType"] * 7 + ["LookupError"]
 
 
 def test_an_exception_that_cannot_travel_arrives_as_text() -> None:

@@ -20,13 +20,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TextIO
 
-__all__ = ["STACKS_SIGNAL", "FunctionReference", "Job", "Report", "pickle_call", "run_job"]
+__all__ = ["CONNECTED", "STACKS_SIGNAL", "FunctionReference", "Job", "Report", "pickle_call", "run_job"]
 
 WarningFilter = tuple[Any, ...]
 # A script is imported under the name that `multiprocessing` aliases to it, so that its classes travel back.
 _MAIN = "__mp_main__"
 # Works in a thread that is blocked in C++, where a Python handler would wait for its return.
 STACKS_SIGNAL = signal.SIGUSR2
+CONNECTED = b"connected"
 _FAR = timedelta(days=1)
 
 
@@ -167,11 +168,12 @@ def run_job(connection_fd: int, stdout: int, stderr: int) -> int:
         # Left open: the interpreter may still crash after the last statement of this function.
         stacks = Path(job.stacks).open("w")  # noqa: SIM115
         faulthandler.enable(stacks)
+        signal.signal(STACKS_SIGNAL, signal.SIG_IGN)  # what faulthandler restores as the interpreter ends
         faulthandler.register(STACKS_SIGNAL, file=stacks)
         _keep.append(stacks)
         started = time.monotonic()
         try:
-            value = _call(job)
+            value = _call(job, connection)
         except BaseException as error:
             connection.send_bytes(pickle.dumps(_failure(error, time.monotonic() - started)))
             if not isinstance(error, Exception):
@@ -204,7 +206,7 @@ def _become_rank(job: Job) -> None:
     torch.set_num_threads(1)
 
 
-def _call(job: Job) -> bytes:
+def _call(job: Job, connection: Connection) -> bytes:
     import torch.distributed as dist
 
     fn, filters, args = _load_call(job.call)
@@ -217,6 +219,9 @@ def _call(job: Job) -> bytes:
             world_size=job.world_size,
             timeout=_FAR,  # the deadline of the run ends a hang, and tells where it was
         )
+        # A function that ends at once must not cut the connections of a rank that is still making its own.
+        connection.send_bytes(CONNECTED)
+        connection.recv_bytes()
     value = fn(job.rank, *args)
     try:
         data = pickle.dumps(value)

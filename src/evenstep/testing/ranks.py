@@ -19,7 +19,7 @@ from signal import Signals
 from typing import Any, TypeVar
 
 from evenstep.testing.outcomes import Outcome, RankDied, RanksFailed, describe, exit_name
-from evenstep.testing.rank_process import STACKS_SIGNAL, Job, Report, pickle_call
+from evenstep.testing.rank_process import CONNECTED, STACKS_SIGNAL, Job, Report, pickle_call
 from evenstep.testing.rank_server import ForkedProcess, RankServer
 
 __all__ = ["Outcome", "RankDied", "RanksFailed", "run_ranks", "run_ranks_outcomes"]
@@ -100,6 +100,7 @@ class _Rank:
     connection: Connection
     stacks: Path
     listening: bool = True
+    connected: bool = False
     report: Report | None = None
     killed: str = ""
     seconds: float = 0.0
@@ -113,10 +114,20 @@ class _Rank:
         told = self.report is not None and bool(self.report.error_text)
         return told or self.process.exit_code not in (None, 0)
 
-    def read_report(self) -> None:
-        self.listening = False
-        with suppress(EOFError, ConnectionError):
-            self.report = pickle.loads(self.connection.recv_bytes())
+    def read(self) -> None:
+        try:
+            message = self.connection.recv_bytes()
+        except (EOFError, ConnectionError):
+            self.listening = False
+            return
+        if message == CONNECTED:
+            self.connected = True
+        else:
+            self.listening, self.report = False, pickle.loads(message)
+
+    def go(self) -> None:
+        with suppress(ConnectionError):
+            self.connection.send_bytes(CONNECTED)
 
 
 def _run(
@@ -180,6 +191,7 @@ def _watch(
 ) -> None:
     """Collect reports and exits until all ranks have ended; say of the others why they are killed."""
     deadline, reason = started + timeout, f"was still running after {timeout:g} s"
+    waiting = True
     while any(rank.running for rank in ranks):
         remaining = deadline - time.monotonic()
         if remaining <= 0:
@@ -191,7 +203,11 @@ def _watch(
         ready = wait([server.control, *listening], remaining)
         for connection, rank in listening.items():
             if connection in ready:
-                rank.read_report()
+                rank.read()
+        if waiting and all(rank.connected or not rank.listening for rank in ranks):
+            waiting = False
+            for rank in ranks:
+                rank.go()
         if server.control in ready:
             server.read_event()
             for rank in ranks:
@@ -217,8 +233,8 @@ def _kill(server: RankServer, ranks: list[_Rank]) -> None:
     while any(rank.running for rank in overdue):
         server.read_event()
     for rank in ranks:
-        if rank.listening and rank.connection.poll():
-            rank.read_report()
+        while rank.listening and rank.connection.poll():
+            rank.read()
 
 
 def _outcome(index: int, rank: _Rank) -> Outcome[Any]:
