@@ -20,6 +20,8 @@ from torch.utils.data import (
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
+from torchdata.stateful_dataloader.sampler import RandomSampler as TorchdataRandomSampler
+from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from evenstep.cursor import Cursor
 from evenstep.sampling import TorchSamplerAdapter
@@ -67,6 +69,8 @@ def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
+Replicas: Any = StatefulDistributedSampler
+Torchdata: Any = TorchdataRandomSampler
 SAMPLERS: dict[str, Callable[[int], Iterable[int]]] = {
     "sequential": lambda _: SequentialSampler(range(N)),
     "random": lambda _: RandomSampler(range(N)),
@@ -75,6 +79,8 @@ SAMPLERS: dict[str, Callable[[int], Iterable[int]]] = {
     "weighted": lambda _: WeightedRandomSampler([1.0, 2.0, 3.0], 50),
     "distributed": lambda seed: DistributedSampler(DATASET, num_replicas=1, rank=0, seed=seed),
     "stateful": Stateful,
+    "torchdata distributed": lambda seed: Replicas(DATASET, num_replicas=1, rank=0, seed=seed),
+    "torchdata random with generator": lambda seed: Torchdata(DATASET, generator=generator(seed)),
     "global": Global,
     "list": lambda _: [3, 1, 2, 0],
 }
@@ -164,6 +170,22 @@ def test_few_epochs_are_kept() -> None:
     order: Any = adapter._order
     assert sorted(order._epochs) == [8, 9]
     assert sorted(order._starts) == [0, 9, 10]
+
+
+def test_a_partly_consumed_sampler() -> None:
+    class Sized(Stateful):
+        def __len__(self) -> int:
+            return N
+
+    sampler = Sized()
+    used = iter(sampler)
+    next(used), next(used)
+    message = (
+        "Sized gave 18 samples, its length is 20: the others would never be used. Give the adapter a sampler that "
+        "is not yet partly consumed"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        TorchSamplerAdapter(sampler, global_batch_size=1)
 
 
 class Changing:

@@ -33,7 +33,8 @@ class TorchSamplerAdapter(StepSampler):
 
     * a sampler with ``set_epoch``: that call;
     * one with a ``generator`` or with ``state_dict`` and ``load_state_dict``: its state when it was given to
-      the adapter; later epochs are replayed from there, which takes O(samples) per epoch before a resume;
+      the adapter; later epochs are replayed from there, which takes O(samples) per epoch before a resume
+      (torchdata's ``RandomSampler`` draws the seed of its generator when it is built: pass it one);
     * any other: torch's, NumPy's and Python's global CPU random state is set from ``(seed, epoch)`` while
       the epoch is written down, and put back. A ``generator`` that is None is lent a seeded one instead.
 
@@ -89,7 +90,13 @@ class _TorchOrder:
         self._digests: dict[int, int] = {}
         self._epochs: dict[int, _I64] = {}
         self.num_samples = 0
+        promised = len(self.sampler) if hasattr(self.sampler, "__len__") else None
         self.num_samples = len(self._written(0))
+        if promised not in (None, self.num_samples):
+            raise ValueError(
+                f"{self.name} gave {self.num_samples} samples, its length is {promised}: the others would never be "
+                "used. Give the adapter a sampler that is not yet partly consumed"
+            )
         self.identity = self._digests[0]
 
     def index_at(self, epoch: int, positions: _I64) -> _I64:

@@ -108,6 +108,13 @@ class MixtureSampler(StepSampler):
 
     Raises:
         ValueError: A size, weight or other value is out of range; the message names it.
+
+    Example:
+        >>> from evenstep.sampling import MixtureSampler
+        >>> sampler = MixtureSampler([1000, 50], [0.75, 0.25], global_batch_size=8)
+        >>> datasets, inside = sampler.split(sampler.step_at(sampler.start()).indices)
+        >>> sorted(datasets.tolist())
+        [0, 0, 0, 0, 0, 0, 1, 1]
     """
 
     def __init__(

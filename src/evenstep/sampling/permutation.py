@@ -39,9 +39,11 @@ class KeyedPermutation:
         key: Integers that choose the permutation, for example ``(seed, epoch)``.
 
     Example:
+        >>> import numpy as np
+        >>> from evenstep.sampling import KeyedPermutation
         >>> permutation = KeyedPermutation(10**12, key=(0, 3))
-        >>> permutation(np.arange(4)).dtype
-        dtype('int64')
+        >>> len(np.unique(permutation(np.arange(10**11, 10**11 + 1000))))
+        1000
     """
 
     __slots__ = ("_b", "_key", "_rounds", "size")

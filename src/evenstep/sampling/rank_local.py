@@ -73,6 +73,7 @@ class RankLocalBatchSampler:
             on every rank.
 
     Example:
+        >>> from evenstep.sampling import RankLocalBatchSampler
         >>> batches = [[0, 1], [2, 3], [4, 5], [6, 7]]
         >>> source = RankLocalBatchSampler(batches, accumulation_steps=2, global_batch_size=8)
         >>> step = source.local_step(source.start())

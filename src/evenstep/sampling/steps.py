@@ -73,6 +73,15 @@ class StepSampler:
 
     Raises:
         ValueError: A value is out of range, or ``"drop"`` would leave no step at all.
+
+    Example:
+        >>> from evenstep.sampling import StepSampler
+        >>> sampler = StepSampler(10, global_batch_size=4, order="sequential", remainder="pad")
+        >>> step = sampler.step_at(sampler.start().at_epoch(1))
+        >>> step.indices.tolist(), step.next_cursor.consumed_samples
+        ([0, 1, 2, 3], 4)
+        >>> StepSampler(10, global_batch_size=7, order="sequential").step_at(step.next_cursor) is None
+        True
     """
 
     def __init__(

@@ -57,6 +57,13 @@ class TokenBudgetSampler:
     Raises:
         Infeasible: A sample is above ``seq_len`` or a budget, and ``oversized`` does not allow it.
         ValueError: A value is out of range, or ``"drop"`` would leave no step at all.
+
+    Example:
+        >>> from evenstep.sampling import TokenBudgetSampler
+        >>> sampler = TokenBudgetSampler([3, 6, 2, 5, 4, 9], rows_per_step=2, seq_len=10, order="sequential")
+        >>> step = sampler.step_at(sampler.start())
+        >>> step.indices.tolist(), step.rows.tolist()
+        ([0, 1, 2, 3, 4], [1, 0, 1, 1, 0])
     """
 
     def __init__(
