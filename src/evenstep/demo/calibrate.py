@@ -16,8 +16,8 @@ __all__ = ["calibrate"]
 def calibrate(model: Gpt, seq_len: int) -> FittedCost:
     """Seconds per token and per pair of tokens of a document, the same model on every rank.
 
-    All ranks measure at the same time, as they compute at the same time in training; the fastest of them
-    counts, because what disturbs a measurement only makes it slower.
+    All ranks measure at the same time, as they compute at the same time in training. Seconds are those of
+    the processor, and the fastest rank counts: what disturbs a measurement only makes it slower.
     """
     shapes = _shapes(seq_len)
     _seconds(model, shapes[-1])  # the first run allocates
@@ -43,6 +43,6 @@ def _seconds(model: Gpt, lengths: list[int]) -> float:
     tokens = torch.arange(total) % model.config.vocabulary
     positions = torch.cat([torch.arange(length) for length in lengths])
     ends = torch.tensor([0, *lengths]).cumsum(0).int()
-    begin = time.perf_counter()
+    begin = time.thread_time()
     model.loss(tokens, tokens, positions, ends).backward()  # type: ignore[no-untyped-call]
-    return time.perf_counter() - begin
+    return time.thread_time() - begin

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from evenstep.demo.records import StepRecord
 from evenstep.demo.resume import Ledger
 
-__all__ = ["Check", "SpeedUp", "check_ledger", "check_losses", "check_promise", "check_speed"]
+__all__ = ["Check", "SpeedUp", "check_ledger", "check_losses", "check_promise", "check_speed", "core_share"]
 
 LOSS_TOLERANCE = 1e-4  # relative; float32 sums in another order, amplified by a few optimizer steps
 LEAST_PROMISE = 1.2
 LEAST_KEPT = 0.85
+LEAST_CORE = 0.9  # of a core for each rank: below that, wall time measures the other programs
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,11 @@ class SpeedUp:
             measured=sum(a.seconds for a, _ in pairs) / sum(b.seconds for _, b in pairs),
             kept=statistics.median(m / p for m, p in zip(measured, predicted, strict=True)),
         )
+
+
+def core_share(records: Sequence[StepRecord]) -> float:
+    """Share of a core that the ranks had while they computed; below 1 something else used their cores."""
+    return sum(float(r.compute.sum()) for r in records) / sum(float(r.elapsed.sum()) for r in records)
 
 
 def check_promise(speed_up: SpeedUp, *, skip: str = "") -> Check:

@@ -18,7 +18,8 @@ class LocalMicroBatch:
 
     Attributes:
         loss_sum: Sum of the loss over its tokens.
-        compute: Seconds of forward and backward.
+        compute: Processor seconds of forward and backward; other programs on the machine do not count.
+        elapsed: Wall seconds of the same; more than `compute` if the rank had to share its core.
         predicted: Seconds by the cost model.
         tokens: Real tokens.
         padding: Room of the rows that stayed empty, in tokens.
@@ -27,6 +28,7 @@ class LocalMicroBatch:
 
     loss_sum: float
     compute: float
+    elapsed: float
     predicted: float
     tokens: int
     padding: int
@@ -58,7 +60,8 @@ class StepRecord:
         step: Optimizer steps before this one.
         seconds: Wall time of the slowest rank.
         loss: Mean loss of the step.
-        compute: Seconds of forward and backward, float64.
+        compute: Processor seconds of forward and backward, float64.
+        elapsed: Wall seconds of the same, float64.
         predicted: Seconds by the cost model, float64.
         tokens: Real tokens, int64.
         padding: Tokens of room that stayed empty, int64.
@@ -69,6 +72,7 @@ class StepRecord:
     seconds: float
     loss: float
     compute: npt.NDArray[np.float64]
+    elapsed: npt.NDArray[np.float64]
     predicted: npt.NDArray[np.float64]
     tokens: npt.NDArray[np.int64]
     padding: npt.NDArray[np.int64]
@@ -88,6 +92,7 @@ class StepRecord:
             seconds=max(rank.seconds for rank in ranks),
             loss=float(table("loss_sum", np.float64).sum()) / first.loss_tokens,
             compute=table("compute", np.float64),
+            elapsed=table("elapsed", np.float64),
             predicted=table("predicted", np.float64),
             tokens=table("tokens", np.int64),
             padding=table("padding", np.int64),
@@ -118,7 +123,7 @@ class StepRecord:
 
     @property
     def measured_efficiency(self) -> float:
-        """The same by the clock."""
+        """The same by the processor seconds that were measured."""
         return _efficiency(self.compute)
 
 

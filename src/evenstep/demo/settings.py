@@ -43,7 +43,13 @@ class Settings:
     def quick(cls, *, ranks: int, out: Path) -> Settings:
         """A smoke test: fewer, smaller and shorter steps."""
         return cls(
-            ranks=ranks, out=out, seq_len=4096, compared_steps=2, resumed_steps=1, keep_every=4, check_speed=False
+            ranks=ranks,
+            out=out,
+            seq_len=4096,
+            compared_steps=2,
+            resumed_steps=1,
+            keep_every=4,
+            check_speed=False,
         )
 
     @property

@@ -23,10 +23,16 @@ def corpus_table(pieces: Pieces, seq_len: int) -> str:
     parts = int((pieces.lengths > 0).sum()) - (len(lengths) - empty) + pieces.split
     rows = [
         ("documents", f"{len(lengths):,}"),
-        ("tokens", f"{total:,} ({store.bytes / max(total, 1):.2f} bytes each, vocabulary {store.vocabulary:,})"),
+        (
+            "tokens",
+            f"{total:,} ({store.bytes / max(total, 1):.2f} bytes each, vocabulary {store.vocabulary:,})",
+        ),
         ("tokens a document", "median {:,}, 90% {:,}, 99% {:,}, longest {:,}".format(*marks)),
         ("dropped", f"{empty:,} empty documents"),
-        ("split", f"{pieces.split:,} documents longer than a row of {seq_len:,} tokens, into {parts:,} pieces"),
+        (
+            "split",
+            f"{pieces.split:,} documents longer than a row of {seq_len:,} tokens, into {parts:,} pieces",
+        ),
         ("samples", f"{int((pieces.lengths > 0).sum()):,}"),
         ("undecodable bytes", f"{store.undecodable:,}, each read as U+FFFD"),
     ]

@@ -88,12 +88,14 @@ class Trainer:
                 return LocalStep(
                     step=info.step, seconds=seconds, loss_tokens=info.step_loss_tokens, micro_batches=done
                 )
-        raise RuntimeError(f"the loader ended after {len(done)} micro-batches of a step: no step was complete")
+        raise RuntimeError(
+            f"the loader ended after {len(done)} micro-batches of a step: no step was complete"
+        )
 
     def micro_batch(self, batch: Batch) -> LocalMicroBatch:
         """Forward, backward and reduction of one micro-batch."""
         info = batch["info"]
-        begin = time.perf_counter()
+        begin, begin_compute = time.perf_counter(), time.thread_time()
         loss_sum = 0.0
         if info.num_tokens:
             loss = self.model.loss(
@@ -101,7 +103,7 @@ class Trainer:
             )
             (loss / info.step_loss_tokens).backward()
             loss_sum = loss.item()
-        compute = time.perf_counter() - begin
+        compute, elapsed = time.thread_time() - begin_compute, time.perf_counter() - begin
         dist.all_reduce(self._gradients)
         self._sum += self._gradients
         self._gradients.zero_()
@@ -109,6 +111,7 @@ class Trainer:
         return LocalMicroBatch(
             loss_sum=loss_sum,
             compute=compute,
+            elapsed=elapsed,
             predicted=float(self.cost.cost(MetadataTable.from_tokens(lengths)).sum()),
             tokens=info.num_tokens,
             padding=info.num_padding,

@@ -1,0 +1,186 @@
+"""The demo from start to end: the corpus, the two launches, the verdict."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Iterable
+from importlib.util import find_spec
+from pathlib import Path
+
+from evenstep.demo.checks import (
+    LEAST_CORE,
+    Check,
+    SpeedUp,
+    check_ledger,
+    check_losses,
+    check_promise,
+    check_speed,
+    core_share,
+)
+from evenstep.demo.compare import Comparison, compare
+from evenstep.demo.corpus import find_corpus
+from evenstep.demo.launch import RanksFailed, launch
+from evenstep.demo.records import StepRecord
+from evenstep.demo.report import draw_balance, write_summary
+from evenstep.demo.resume import audit, resume, write_ledger
+from evenstep.demo.settings import Settings
+from evenstep.demo.tables import corpus_table, print_resumed
+from evenstep.demo.tokens import Pieces, split_documents, tokenize
+
+__all__ = ["add_arguments", "run"]
+
+EXTRAS = ("tqdm", "matplotlib", "tokenizers")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``evenstep demo``."""
+    parser.add_argument(
+        "--ranks",
+        type=_ranks,
+        default=2,
+        metavar="N",
+        help="data-parallel ranks to start (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--corpus",
+        type=Path,
+        metavar="DIR",
+        help="folder of text files (default: the sources of Python's standard library)",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="a smoke test: under a minute, speed is not checked"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("evenstep-demo"),
+        metavar="DIR",
+        help="folder of the results (default: ./%(default)s)",
+    )
+
+
+def _ranks(text: str) -> int:
+    if not text.isdigit() or not 1 <= int(text) <= 64:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of ranks from 1 to 64")
+    return int(text)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the demo.
+
+    Returns:
+        0 if every check passed, 1 if one failed or a rank did, 2 if the demo could not start.
+    """
+    missing = [name for name in EXTRAS if find_spec(name) is None]
+    if missing:
+        print(f"evenstep demo needs {', '.join(missing)}: pip install 'evenstep[cli]'", file=sys.stderr)
+        return 2
+    make = Settings.quick if args.quick else Settings
+    settings = make(ranks=args.ranks, out=args.out)
+    begin = time.monotonic()
+    try:
+        pieces = _prepare(settings, args.corpus)
+    except (ValueError, OSError) as error:
+        print(f"evenstep demo: {error}", file=sys.stderr)
+        return 2
+    try:
+        comparison, resumed = _train(settings)
+    except RanksFailed as error:
+        print(f"evenstep demo: {error}", file=sys.stderr)
+        return 1
+    checks = _verdict(settings, comparison, resumed)
+    seconds = time.monotonic() - begin
+    write_summary(settings, pieces, comparison, resumed, checks, seconds)
+    draw_balance(settings.out / "balance.png", comparison)
+    print(f"\n{settings.out}/: balance.png, summary.json, ledger.jsonl ({seconds:.0f} s)")
+    failed = [check.name for check in checks if check.passed is False]
+    if failed:
+        print(f"evenstep demo: {', '.join(failed)} failed", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _prepare(settings: Settings, folder: Path | None) -> Pieces:
+    """The corpus on disk as tokens, shown as a table."""
+    corpus = find_corpus(folder).thinned(settings.keep_every)
+    settings.out.mkdir(parents=True, exist_ok=True)
+    print(f"Corpus: {corpus.root}")
+    store = tokenize(corpus, settings.tokens, progress=_bar)
+    pieces = split_documents(store, settings.seq_len)
+    print(corpus_table(pieces, settings.seq_len))
+    needed = settings.compared_steps + settings.resumed_steps
+    steps = len(settings.sampler(pieces))
+    if steps < needed:
+        raise ValueError(
+            f"the corpus fills {steps} optimizer steps of {settings.rows_per_step} rows of {settings.seq_len:,} "
+            f"tokens, but {needed} are trained; name more text with --corpus, or start fewer ranks"
+        )
+    return pieces
+
+
+def _bar(files: Iterable[Path]) -> Iterable[Path]:
+    from tqdm import tqdm
+
+    bar: Iterable[Path] = tqdm(files, desc="reading lengths", unit=" documents", leave=False)
+    return bar
+
+
+def _train(settings: Settings) -> tuple[Comparison, list[StepRecord]]:
+    """The comparison on some ranks, and what follows on others."""
+    print(
+        f"\nTraining: each step in the reference layout (greedy rows, dealt to the ranks in turn) and balanced; "
+        f"{settings.ranks} ranks, {settings.micro_batches} micro-batches a step, rows of {settings.seq_len:,} tokens"
+    )
+    comparison = launch(settings.ranks, compare, settings)
+    assert comparison is not None, "rank 0 has the result"
+    print(
+        f"\nStopped after {comparison.given_up} of {settings.micro_batches} micro-batches of step "
+        f"{settings.compared_steps}; going on with {settings.resumed_ranks} ranks"
+    )
+    resumed = launch(settings.resumed_ranks, resume, settings, comparison.cost)
+    for record in resumed:
+        print_resumed(record)
+    return comparison, resumed
+
+
+def _verdict(settings: Settings, comparison: Comparison, resumed: list[StepRecord]) -> list[Check]:
+    compared = settings.compared_steps
+    reference, balanced = comparison.reference, comparison.balanced
+    trained = [*balanced, *resumed]
+    write_ledger(settings.out / "ledger.jsonl", trained)
+    speed_up = SpeedUp.of(reference, balanced)
+    untimed = _why_not_timed(settings)
+    checks = [
+        check_promise(speed_up, skip=untimed),
+        check_speed(speed_up, skip=untimed or _why_disturbed([*reference[:compared], *balanced])),
+        check_losses("same_loss", reference[:compared], balanced, "reference layout and balanced"),
+        check_losses("same_loss_resumed", reference[compared:], resumed, "never stopped and resumed"),
+        check_ledger(
+            audit(settings, trained),
+            ranks=(settings.ranks, settings.resumed_ranks),
+            stopped_after=f"{compared} steps and {comparison.given_up} micro-batches",
+        ),
+    ]
+    print()
+    for check in checks:
+        verdict = {True: "ok", False: "FAILED", None: "--"}[check.passed]
+        print(f"  {verdict:<6}  {check.text}")
+    return checks
+
+
+def _why_not_timed(settings: Settings) -> str:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if settings.ranks == 1:
+        return "one rank waits for nobody"
+    if settings.ranks > cores:
+        return f"{settings.ranks} ranks share {cores} cores, so a rank that waits leaves its core to another"
+    return "" if settings.check_speed else "a quick run has too few steps"
+
+
+def _why_disturbed(records: list[StepRecord]) -> str:
+    share = core_share(records)
+    if share >= LEAST_CORE:
+        return ""
+    return f"other programs were busy, the ranks had {share:.0%} of their cores (at least {LEAST_CORE:.0%} needed)"
