@@ -114,21 +114,21 @@ def run(args: argparse.Namespace) -> int:
 
 def _as_text(r: dict[str, Any]) -> str:
     hours = r["fast_forward_scaled_seconds"] / 3600
+    keyed, numpy_rate = r["permutation_per_second"] / 1e6, r["numpy_permutation_per_second"] / 1e6
     return f"""\
 {as_line(r["machine"])}
-seed {r["seed"]}, global batch of {r["global_batch_size"]:,}, shuffled
+seed {r["seed"]}, {r["global_batch_size"]:,} samples per step, shuffled
 
 restore at sample {r["position"]:,} of {r["samples"]:,}
-  evenstep StepSampler       {r["restore_seconds"] * 1e3:10.3f} ms   {r["restore_peak_bytes"] / 1e3:.0f} kB of memory, \
+  evenstep StepSampler      {r["restore_seconds"] * 1e3:9.3f} ms  {r["restore_peak_bytes"] / 1e3:.0f} kB of memory, \
 state of {r["state_bytes"]} bytes
-  torchdata SamplerWrapper   {r["fast_forward_seconds"] * 1e3:10.3f} ms   over {r["fast_forward_items"]:,} items of a \
-SequentialSampler: {r["fast_forward_ratio"]:,.0f}x as long,
-                                             or {hours:,.1f} hours at the position (scaled up, not run)
+  torchdata SamplerWrapper  {r["fast_forward_seconds"] * 1e3:9.3f} ms  over the first {r["fast_forward_items"]:,} items: \
+{r["fast_forward_ratio"]:,.0f}x as long; {hours:,.1f} hours at the position (scaled up, not run)
 
-permutation, indices per second and core
-  evenstep, of {r["samples"]:,}   {r["permutation_per_second"] / 1e6:8.1f} M   any position, no memory
-  numpy.random.permutation, of {r["numpy_permutation_size"]:,}   {r["numpy_permutation_per_second"] / 1e6:8.1f} M   \
-whole, in memory: evenstep is {r["permutation_ratio"]:.2f}x as fast"""
+permuted indices per second and core
+  evenstep KeyedPermutation {keyed:9.1f} M   of {r["samples"]:,}, any position, no memory: \
+{r["permutation_ratio"]:.2f}x as fast
+  numpy.random.permutation  {numpy_rate:9.1f} M   of {r["numpy_permutation_size"]:,}, whole, in memory"""
 
 
 def _seconds(work: Callable[[], object]) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import operator
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 from contextlib import contextmanager
 from typing import Any
 
@@ -90,7 +90,7 @@ class _TorchOrder:
         self._digests: dict[int, int] = {}
         self._epochs: dict[int, _I64] = {}
         self.num_samples = 0
-        promised = len(self.sampler) if hasattr(self.sampler, "__len__") else None
+        promised = len(sampler) if isinstance(sampler, Sized) else None
         self.num_samples = len(self._written(0))
         if promised not in (None, self.num_samples):
             raise ValueError(
