@@ -175,7 +175,8 @@ def test_computed_padding_evens_out_ranks(lengths: Lengths) -> None:
     assert even > 2 * 2048 * 1000  # two micro-batches cost at least their padded rows
 
 
-def test_progress_ends_at_its_total(lengths: Lengths) -> None:
+@pytest.mark.parametrize("seconds", [None, 1e-9])
+def test_progress_ends_at_its_total(lengths: Lengths, seconds: float | None) -> None:
     totals: list[int] = []
 
     @contextmanager
@@ -189,8 +190,18 @@ def test_progress_ends_at_its_total(lengths: Lengths) -> None:
         yield advance
 
     # 300 ranks fit once and not twice, 5000 not at all.
-    simulate(lengths, replace(SMALL, dp_sizes=(4, 300, 5000), algorithms=("lpt",)), progress=progress)
+    settings = replace(SMALL, dp_sizes=(4, 300, 5000), algorithms=("lpt",), seconds=seconds)
+    simulate(lengths, settings, progress=progress)
     assert totals[0] == totals[1] == 3 * 2
+
+
+@pytest.mark.parametrize("seconds", [1e-9, 1e9])
+def test_time_limits_the_number_of_steps_alike(lengths: Lengths, seconds: float) -> None:
+    settings = replace(SMALL, seconds=seconds, algorithms=("lpt", "auto"), dp_sizes=(2, 4))
+    limited, free = simulate(lengths, settings), simulate(lengths, replace(settings, seconds=None))
+    assert {outcome.steps for outcome in limited.outcomes} == {1 if seconds < 1 else 2}
+    if seconds > 1:
+        assert timeless(limited.outcomes) == timeless(free.outcomes)
 
 
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
@@ -205,6 +216,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
         ValueError,
         "algorithm 'magic' is unknown, expected one of auto, lpt, levels, refine",
     ),
+    ({"seconds": 0.0}, ValueError, "seconds is 0.0, expected a positive number or None"),
     ({"fill": 1.5}, ValueError, "fill is 1.5, expected a share of a step's room in (0, 1]"),
     (
         {"cost": StageCost({"llm": LinearQuadraticCost(), "encoder": FeatureCost("patches")})},

@@ -97,9 +97,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--min-gain", type=float, default=0.0, help="gain below which the planner moves nothing"
     )
     sample = parser.add_argument_group("sample and output")
+    sample.add_argument("--steps", type=int, default=5, metavar="N", help="steps to sample (default: 5)")
     sample.add_argument(
-        "--steps", type=int, default=5, metavar="N", help="optimizer steps to sample (default: 5)"
-    )
+        "--seconds", type=float, default=20.0, metavar="S",
+        help="sample fewer steps once planning has taken this long (default: 20)",
+    )  # fmt: skip
     sample.add_argument("--seed", type=int, default=0)
     sample.add_argument(
         "--out", type=Path, metavar="FILE", help="write a report (.html) and its pictures (.png)"
@@ -157,6 +159,7 @@ def _settings(args: argparse.Namespace, seq_len: int) -> Settings:
         order=args.order,
         seed=args.seed,
         steps=args.steps,
+        seconds=args.seconds,
         bytes_per_token=args.bytes_per_token,
         min_gain=args.min_gain,
     )

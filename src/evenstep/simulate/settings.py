@@ -38,6 +38,8 @@ class Settings:
         order: ``"shuffled"`` or ``"sequential"``, the order in which documents are read.
         seed: Of the shuffled order, and of the rows' order in the loader that is compared with.
         steps: Optimizer steps to sample for each dp size, spread evenly over an epoch.
+        seconds: Sample fewer steps than that, but at least one of each dp size, once planning has taken this
+            long; None means however long it takes.
         bytes_per_token: Payload that moves with a token.
         min_gain: The planner keeps its reference layout unless it gains more than this share.
 
@@ -60,6 +62,7 @@ class Settings:
     order: Literal["shuffled", "sequential"] = "shuffled"
     seed: int = 0
     steps: int = 5
+    seconds: float | None = None
     bytes_per_token: int = 8
     min_gain: float = 0.0
 
@@ -89,6 +92,8 @@ class Settings:
                 )
         if self.fill is not None and not 0 < self.fill <= 1:
             raise ValueError(f"fill is {self.fill!r}, expected a share of a step's room in (0, 1]")
+        if self.seconds is not None and not self.seconds > 0:
+            raise ValueError(f"seconds is {self.seconds!r}, expected a positive number or None")
         if len(self.cost.stages) != 1:
             raise ValueError(
                 f"lengths alone say nothing about the stages {self.cost.stages}; give a cost of one stage"

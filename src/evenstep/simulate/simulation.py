@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -132,20 +133,25 @@ def simulate(
     skipped: list[str] = []
     sizes = sorted(set(settings.dp_sizes))
     plans = settings.steps * len(settings.fitting_windows) * len(settings.algorithms)
+    begun = time.perf_counter()
     with progress("planning", len(sizes) * plans) as advance:
-        for dp_size in sizes:
+        for number, dp_size in enumerate(sizes):
             steps = sampled_steps(fit, settings, dp_size)
             if steps:
-                found, picture = _every_layout(steps, settings, dp_size, advance)
+                left = (settings.seconds or math.inf) - (time.perf_counter() - begun)
+                found, picture = _every_layout(
+                    steps, settings, dp_size, left / (len(sizes) - number), advance
+                )
                 outcomes += found
                 pictures.append(picture)
+                advance(plans - found[0].steps * plans // settings.steps)
             else:
                 room = settings.rows(dp_size) * settings.seq_len
                 skipped.append(
                     f"{dp_size} ranks were skipped: a step has {settings.rows(dp_size):,} rows with room for "
                     f"{room:,} tokens, and {len(fit):,} documents with {int(fit.sum()):,} tokens do not fill it"
                 )
-            advance(plans - len(steps) * plans // settings.steps)
+                advance(plans)
     if not outcomes:
         raise ValueError(". ".join(skipped) + ". Simulate fewer ranks, shorter rows or a longer file")
     drawable = [picture for picture in pictures if picture.dp_size <= _DRAWABLE] or pictures[:1]
@@ -162,8 +168,19 @@ def simulate(
 
 
 def _every_layout(
-    steps: list[SampledStep], settings: Settings, dp_size: int, advance: Callable[[int], None]
+    steps: list[SampledStep], settings: Settings, dp_size: int, seconds: float, advance: Callable[[int], None]
 ) -> tuple[list[Outcome], StepPicture]:
+    planned: dict[tuple[int, Algorithm], list[_Layout]] = {
+        (window, algorithm): [] for window in settings.fitting_windows for algorithm in settings.algorithms
+    }
+    begun = time.perf_counter()
+    for done, step in enumerate(steps):
+        if done and (time.perf_counter() - begun) * (done + 1) / done > seconds:
+            steps = steps[:done]
+            break
+        for (window, algorithm), layouts in planned.items():
+            layouts.append(_planned(step, settings, dp_size, window, algorithm))
+            advance(1)
     shuffled = [_unplanned(step, step.shuffled, settings, dp_size) for step in steps]
     packed = [_unplanned(step, step.sampler, settings, dp_size) for step in steps]
     outcomes = [
@@ -171,16 +188,11 @@ def _every_layout(
         _outcome(settings, dp_size, SAMPLER, 0, steps, packed, shuffled),
     ]
     best, after = 0.0, (0, "", shuffled[0].loads)
-    for window in settings.fitting_windows:
-        for algorithm in settings.algorithms:
-            layouts = []
-            for step in steps:
-                layouts.append(_planned(step, settings, dp_size, window, algorithm))
-                advance(1)
-            outcome = _outcome(settings, dp_size, algorithm, window, steps, layouts, shuffled)
-            outcomes.append(outcome)
-            if outcome.speedup > best:
-                best, after = outcome.speedup, (window, algorithm, layouts[0].loads)
+    for (window, algorithm), layouts in planned.items():
+        outcome = _outcome(settings, dp_size, algorithm, window, steps, layouts, shuffled)
+        outcomes.append(outcome)
+        if outcome.speedup > best:
+            best, after = outcome.speedup, (window, algorithm, layouts[0].loads)
     padding = _padded_micro_batch(settings)
     return outcomes, StepPicture(
         sync=settings.sync,
