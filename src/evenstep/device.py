@@ -6,6 +6,7 @@ methods of `Streams` can stand in for one, as `evenstep.testing.simulated_device
 
 from __future__ import annotations
 
+import sys
 from collections import UserDict
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
@@ -17,6 +18,7 @@ from evenstep.tree import flatten, map_leaves
 
 __all__ = [
     "DeviceLike",
+    "DeviceMemory",
     "Event",
     "Stream",
     "Streams",
@@ -24,7 +26,6 @@ __all__ = [
     "bind_thread",
     "is_accelerator",
     "pin_batch",
-    "record_batch",
     "streams_of",
     "to_device",
 ]
@@ -183,24 +184,73 @@ def to_device(batch: Any, device: Any, cpu_fields: Collection[str] = ()) -> Any:
     return map_leaves(move, batch, opaque=_does("to"))
 
 
-def record_batch(batch: Any, stream: Any, cpu_fields: Collection[str] = ()) -> None:
-    """Tell the allocator that ``stream`` uses ``batch``, so that memory freed early is not reused early."""
-    for path, leaf in flatten(batch, opaque=_does("to")):
-        if not _is_under(path, cpu_fields):
-            _record(leaf, stream, depth=0)
+class DeviceMemory:
+    """All that a batch holds in device memory (also inside objects that moved themselves), kept from being freed.
+
+    Memory is freed into the pool of the stream that it was allocated on, for the next allocation there to use at once.
+    So its other users must be ordered before that: by an event, which `DevicePrefetch` sees to, as long as nobody
+    but this object holds it; by ``record_stream`` where others do, since nobody knows for how long.
+    """
+
+    def __init__(self, batch: Any, cpu_fields: Collection[str] = ()) -> None:
+        found: list[Any] = []
+        for path, leaf in flatten(batch, opaque=_does("to")):
+            if not _is_under(path, cpu_fields):
+                _collect(leaf, found, depth=0)
+        self._held = [_own(leaf) for leaf in found]
+
+    def give_up_shared(self, stream: Any) -> None:
+        """Keep only what nobody else holds; the rest, once freed, waits for what ``stream`` was given by then."""
+        alone = []
+        for at in range(len(self._held)):
+            if _holders(self._held, at) > _holders_of_one(self._held[at]):
+                self._held[at].record_stream(stream)
+            else:
+                alone.append(at)
+        self._held = [self._held[at] for at in alone]
+
+    def give_up(self, stream: Any) -> None:
+        """Keep nothing; all of it, once freed, waits for what ``stream`` was given by then."""
+        for leaf in self._held:
+            leaf.record_stream(stream)
+        self._held = []
 
 
-def _record(leaf: Any, stream: Any, depth: int) -> None:
+def _own(leaf: Any) -> Any:
+    """An alias that nobody else has, so that the other holders of the same memory can be counted."""
+    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
+
+
+# As torch's CUDA graph trees do: views and autograd hold the storage, not the tensor.
+_use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+
+
+def _holders(held: list[Any], at: int) -> int:
+    if not isinstance(held[at], torch.Tensor):
+        return sys.getrefcount(held[at])
+    # Without the count, everything counts as shared: memory then grows while the host runs ahead.
+    return sys.maxsize if _use_count is None else _use_count(held[at].untyped_storage()._cdata)
+
+
+def _holders_of_one(leaf: Any) -> int:
+    return _TENSOR_HOLDERS if isinstance(leaf, torch.Tensor) else _OBJECT_HOLDERS
+
+
+_TENSOR_HOLDERS = _holders([torch.empty(1)], 0) if _use_count is not None else 0
+_OBJECT_HOLDERS = _holders([object()], 0)
+
+
+def _collect(leaf: Any, found: list[Any], depth: int) -> None:
     if isinstance(leaf, torch.Tensor):
         if leaf.device.type != "cpu":
-            leaf.record_stream(stream)
+            found.append(leaf)
     elif _has(leaf, "record_stream"):
-        leaf.record_stream(stream)
+        found.append(leaf)
     elif _has(leaf, "to") and depth < _MAX_OBJECT_DEPTH:
         # An object that moves itself says nothing of its tensors: they are among its attributes.
         for value in _attributes(leaf):
             for _, inner in flatten(value):
-                _record(inner, stream, depth + 1)
+                _collect(inner, found, depth + 1)
 
 
 _MAX_OBJECT_DEPTH = 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -11,11 +12,11 @@ from torchdata.nodes import BaseNode
 
 from evenstep.device import (
     DeviceLike,
+    DeviceMemory,
     Event,
     Stream,
     Streams,
     is_accelerator,
-    record_batch,
     streams_of,
     to_device,
 )
@@ -35,17 +36,62 @@ class _Staged:
     state: dict[str, Any]
 
 
+@dataclass(slots=True)
+class _Slot:
+    """Device memory of a batch that was handed out, and the mark behind its consumer's work."""
+
+    memory: DeviceMemory
+    consumer: Stream
+    consumed: Event | None = None
+
+
+class _Books:
+    """All that the device may still use, apart from the node, so that it can be given up when the node is gone."""
+
+    def __init__(self) -> None:
+        self.staged: deque[_Staged] = deque()
+        self.sources: deque[tuple[Event, Any]] = deque()  # host batches whose copy may still run
+        self.handed: deque[_Slot | None] = deque([None, None])  # the batch before, the batch in use
+        self.slots: deque[_Slot] = (
+            deque()
+        )  # of batches before those, oldest first; their consumer may still run
+
+    def occupied(self) -> int:
+        return len(self.staged) + len(self.slots) + sum(slot is not None for slot in self.handed)
+
+    def pop_slot(self) -> Event:
+        """Free the oldest slot's memory; its next user must be ordered behind the event returned."""
+        consumed = self.slots.popleft().consumed
+        assert consumed is not None, "a slot is listed when its consumer has moved on"
+        return consumed
+
+    def leave(self) -> None:
+        """Give everything up, at any time."""
+        for slot in (*self.slots, *self.handed):
+            if slot is not None:
+                slot.memory.give_up(slot.consumer)
+        for copied in [event for event, _ in self.sources] + [item.copied for item in self.staged]:
+            copied.synchronize()
+        self.staged.clear()
+        self.sources.clear()
+        self.slots.clear()
+        self.handed = deque([None, None])
+
+
 class DevicePrefetch(Stage[Any, Any]):
     """Batches of ``source`` on ``device``, copied ahead on one copy stream; on the CPU they pass through.
 
-    It owns ``depth + 1`` device slots; the batch in use is one. A slot comes back when the device has passed
-    the event that is recorded on the consumer's stream as the iterator advances. Between `next` calls it
-    stages ahead only what is there: neither a host batch that is not ready (``source.ready()``, where the
-    source has it) nor a slot in use is waited for. A batch that must be handed out while every slot is in use
-    waits on the device, behind that event; the host waits for nothing but ``source``.
+    It owns ``depth + 2`` device slots: the batch in use is one, and the batch before it another, because only when
+    the iterator has advanced twice is it known that nobody holds it. Then its slot comes back as soon as the
+    device has passed the event that is recorded on the consumer's stream as the iterator advances. Between
+    `next` calls it stages ahead only what is there: neither a host batch that is not ready (``source.ready()``,
+    where the source has it) nor a slot in use is waited for. A batch that is asked for while every slot is in
+    use is copied behind that event, on the device; the host waits for nothing but ``source``. The memory of a
+    slot that came back serves the next copy: it stays flat however far the host is ahead of the device.
 
     Consume batches on the stream that is current when `next` is called (others must wait for that one). A
-    batch that is kept stays valid. An end or an error met while staging ahead surfaces in its turn.
+    batch that is kept stays valid: its memory is not used again before it is dropped. An end or an error met
+    while staging ahead surfaces in its turn.
 
     Attributes:
         last_host_batch: The host side of the batch handed out last; None before the first.
@@ -80,13 +126,12 @@ class DevicePrefetch(Stage[Any, Any]):
         self._cpu_fields = frozenset(cpu_fields)
         self._streams: Streams | None = None
         self._copy_stream: Stream | None = None
-        self._staged: deque[_Staged] = deque()
+        self._books = _Books()
         self._failed: BaseException | None = None  # what the source answered behind the last staged batch
-        self._in_use = False
-        self._consumed: deque[Event] = deque()  # of slots whose consumer may still run on the device
-        self._sources: deque[tuple[Event, Any]] = deque()  # host batches whose copy may still run
         self._handed_state: dict[str, Any] | None = None
         self._pulled_state: dict[str, Any] | None = None
+        self._leave = weakref.finalize(self, self._books.leave)
+        self._leave.atexit = False  # the device may be gone by then
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
         """Go to ``initial_state``, or to the epoch after the last batch handed out."""
@@ -97,10 +142,9 @@ class DevicePrefetch(Stage[Any, Any]):
 
     def clear(self) -> None:
         """Drop the batches staged for the stream that is left; their copies end in the background."""
-        self._release_slot()
-        for item in self._staged:
-            self._sources.append((item.copied, item.host))
-        self._staged.clear()
+        books = self._books
+        books.sources.extend((item.copied, item.host) for item in books.staged)
+        books.staged.clear()
         self._failed = None
         self._handed_state = self._pulled_state = None
         self.last_host_batch = None
@@ -114,19 +158,18 @@ class DevicePrefetch(Stage[Any, Any]):
         if not is_accelerator(self._device):
             self.last_host_batch = next(self.source)
             return self.last_host_batch
-        streams = self._open()
-        self._release_slot()
-        if not self._staged and self._failed is None:
+        streams, books = self._open(), self._books
+        self._advance()
+        if not books.staged and self._failed is None:
             self._stage(streams)
-        if not self._staged:
+        if not books.staged:
             assert self._failed is not None
             raise self._failed
-        item = self._staged.popleft()
+        item = books.staged.popleft()
         consumer = streams.current_stream()
         consumer.wait_event(item.copied)
-        record_batch(item.batch, consumer, self._cpu_fields)
-        self._sources.append((item.copied, item.host))
-        self._in_use = True
+        books.handed[-1] = _Slot(DeviceMemory(item.batch, self._cpu_fields), consumer)
+        books.sources.append((item.copied, item.host))
         self.prefetch()
         self._handed_state, self.last_host_batch = item.state, item.host
         return item.batch
@@ -135,11 +178,11 @@ class DevicePrefetch(Stage[Any, Any]):
         """Stage ahead what is ready, without waiting; repeating it does no harm."""
         if not is_accelerator(self._device):
             return
-        streams = self._open()
+        streams, books = self._open(), self._books
         ready = getattr(self.source, "ready", None)
         while (
             self._failed is None
-            and len(self._staged) < self._depth
+            and len(books.staged) < self._depth
             and self._slot_is_free()
             and (ready is None or ready())
         ):
@@ -147,16 +190,13 @@ class DevicePrefetch(Stage[Any, Any]):
 
     def wait_for_prefetch(self) -> None:
         """Wait until every batch staged so far has arrived; nothing more is staged and nothing is dropped."""
-        for item in self._staged:
+        for item in self._books.staged:
             item.copied.synchronize()
 
     def close(self) -> None:
         """Drop what is staged and let go of the host memory that its copies read."""
         self.clear()
-        for copied, _ in self._sources:
-            copied.synchronize()
-        self._sources.clear()
-        self._consumed.clear()
+        self._books.leave()
 
     def _open(self) -> Streams:
         if self._streams is None:
@@ -164,25 +204,30 @@ class DevicePrefetch(Stage[Any, Any]):
             self._copy_stream = self._streams.new_stream()
         return self._streams
 
-    def _release_slot(self) -> None:
-        """The iterator advances: the slot in use comes back once the device is done with what was launched."""
-        if not self._in_use:
+    def _advance(self) -> None:
+        """The consumer is done with the batch in use, as far as it launched anything, unless it keeps the batch."""
+        before = self._books.handed.popleft()
+        self._books.handed.append(None)
+        if before is None:
             return
         assert self._streams is not None
-        consumed = self._streams.new_event()
-        consumed.record(self._streams.current_stream())
-        self._consumed.append(consumed)
-        self._in_use = False
+        before.consumer = self._streams.current_stream()
+        before.memory.give_up_shared(before.consumer)
+        before.consumed = self._streams.new_event()
+        before.consumed.record(before.consumer)
+        self._books.slots.append(before)
 
     def _slot_is_free(self) -> bool:
-        while self._consumed and self._consumed[0].query():
-            self._consumed.popleft()
-        return len(self._staged) + self._in_use + len(self._consumed) <= self._depth
+        slots = self._books.slots
+        while slots and slots[0].consumed is not None and slots[0].consumed.query():
+            slots.popleft()
+        return self._books.occupied() < self._depth + 2
 
     def _stage(self, streams: Streams) -> None:
         """Pull one batch and launch its copy."""
-        while self._sources and self._sources[0][0].query():
-            self._sources.popleft()
+        sources = self._books.sources
+        while sources and sources[0][0].query():
+            sources.popleft()
         if self._handed_state is None:
             self._handed_state = self._pulled_state = self.source.state_dict()
         try:
@@ -194,15 +239,16 @@ class DevicePrefetch(Stage[Any, Any]):
 
     def _launch(self, streams: Streams, host: Any, state: dict[str, Any]) -> None:
         assert self._copy_stream is not None
+        books = self._books
         while not self._slot_is_free():
-            self._copy_stream.wait_event(self._consumed.popleft())
+            self._copy_stream.wait_event(books.pop_slot())
         copied = streams.new_event()
         try:
             with streams.on(self._copy_stream):
                 batch = to_device(host, streams.device, self._cpu_fields)
         except BaseException:
             copied.record(self._copy_stream)  # the leaves before the one that failed are still being read
-            self._sources.append((copied, host))
+            books.sources.append((copied, host))
             raise
         copied.record(self._copy_stream)
-        self._staged.append(_Staged(host, batch, copied, state))
+        books.staged.append(_Staged(host, batch, copied, state))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any, Protocol
 
 from torchdata.nodes import BaseNode
@@ -26,12 +27,17 @@ class ModelPlane(Protocol):
     def is_constructor(self) -> bool:
         """Whether this rank builds batches."""
 
+    @property
+    def assists(self) -> bool:
+        """Whether this rank builds none but reads for those that do."""
+
 
 class ModelBroadcast(Stage[Any, Any]):
     """The same batch, and the same state after it, on every rank of a data-parallel replica.
 
     All ranks call `next` in lockstep, from the training thread. The constructor pulls ``source``; its peers never
-    do: their source only knows the state before the first batch. An end is an end on every rank. An error is
+    do: their source only knows the state before the first batch. (A peer that reads for its constructor pulls
+    what it routes, and drops it.) An end is an end on every rank. An error is
     raised as it is at the constructor and as `RemoteRankError` on its peers. A replica of one rank passes
     batches through. Taking the state, `reset` and closing post nothing.
 
@@ -45,6 +51,7 @@ class ModelBroadcast(Stage[Any, Any]):
         super().__init__(source)
         self._alone = len(plane.model.ranks) == 1
         self._is_constructor = plane.is_constructor
+        self._assists = plane.assists
         self._wire = BatchBroadcast(plane.model, spec)
         self._begun = False
         self._state: dict[str, Any] | None = None
@@ -94,6 +101,10 @@ class ModelBroadcast(Stage[Any, Any]):
         return batch
 
     def _receive(self) -> Any:
+        if self._assists:
+            # What ends or fails here does so at the constructor too, which tells it in the message below.
+            with suppress(Exception):
+                next(self.source)
         message = self._wire.receive()
         if message.error is not None:
             raise message.error

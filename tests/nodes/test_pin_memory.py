@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torchdata.nodes import IterableWrapper
+
+from evenstep.nodes.pin_memory import PinMemory
+from evenstep.testing.simulated_device import SimulatedDevice, SimulatedTensor
+
+
+class Pair(NamedTuple):
+    x: Any
+    note: str
+
+
+def test_on_the_cpu_batches_pass_through_untouched() -> None:
+    batches = [{"x": torch.ones(2)}, [torch.zeros(1)]]
+    node = PinMemory(IterableWrapper(batches), "cpu")
+    assert all(out is batch for out, batch in zip(node, batches, strict=True))
+
+
+def test_tensors_are_pinned_types_kept_and_cpu_fields_left() -> None:
+    device = SimulatedDevice()
+
+    def tensor() -> SimulatedTensor:
+        return SimulatedTensor(device, 1)
+
+    batch: OrderedDict[str, Any] = OrderedDict(
+        pair=Pair(tensor(), "n"), many=[tensor(), tensor()], host=tensor(), n=3
+    )
+    out = next(PinMemory(IterableWrapper([batch]), device, cpu_fields=["host", "many.1"]))
+    assert (type(out), type(out["pair"])) == (OrderedDict, Pair)
+    assert out["pair"].x.is_pinned()
+    assert [inner.is_pinned() for inner in out["many"]] == [True, False]
+    assert (out["host"], out["n"]) == (batch["host"], 3)
+    assert not batch["pair"].x.is_pinned()
+
+
+def test_what_is_pinned_already_is_not_copied_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _: True)
+    batch = [torch.ones(2)]
+    assert next(PinMemory(IterableWrapper([batch]), SimulatedDevice())) is batch
+
+
+def test_its_state_is_its_sources() -> None:
+    source = IterableWrapper(range(3))
+    node = PinMemory(source, "cpu")
+    node.reset()
+    next(node)
+    assert node.state_dict() == source.state_dict()
