@@ -1,4 +1,4 @@
-"""The last percent: rounds of pairwise swaps towards the level that each group can reach."""
+"""The last percent: rounds of pairwise exchanges towards the level that each group can reach."""
 
 from __future__ import annotations
 
@@ -10,20 +10,26 @@ from evenstep.plan.swap import SwapTable
 
 __all__ = ["polish"]
 
-_FILL_ROUNDS = 12
-_EVEN_ROUNDS = 24
+_FILL_ROUNDS = 10
+_EVEN_ROUNDS = 16
+_SHARPEN_ROUNDS = 24
+_PAIRS = 16  # of the costliest and the cheapest slots of a group, in the last rounds
+_ENOUGH = 1e-6  # of the makespan: what a group could still gain
 
 
 def polish(problem: Problem, row: Int, hard_groups: int) -> Int:
     """Even out a feasible layout whose first ``hard_groups`` groups cannot cost less than they do.
 
-    First the slots of hard groups take what still fits below their level; then all other slots even out.
+    First the slots of hard groups take what still fits below their level, then all other slots even out, and last the
+    costliest slots of each group.
     """
     state = SwapTable(problem, row)
     soft = np.arange(hard_groups * problem.ranks, problem.slots)
     if hard_groups and len(problem.costs) == 1:
         _fill_up(state, hard_groups, soft)
-    _even_out(state, soft)
+    if problem.ranks > 1 and len(soft):
+        _even_out(state, soft)
+        _sharpen(state, soft)
     return group_like_costs(problem, state.row[:-1])
 
 
@@ -44,16 +50,46 @@ def _fill_up(state: SwapTable, hard_groups: int, soft: Int) -> None:
 
 
 def _even_out(state: SwapTable, soft: Int) -> None:
-    half, stages = len(soft) // 2, len(state.load)
-    idle = 0
-    for turn in range(_EVEN_ROUNDS if half else 0):
+    """The upper half of the slots against the lower half."""
+    half, stages, idle = len(soft) // 2, len(state.load), 0
+    for turn in range(_EVEN_ROUNDS):
         ranked = soft[np.argsort(-state.load[turn % stages, soft], kind="stable")]
         upper, lower = ranked[:half], ranked[len(ranked) - half :][::-1]
         if turn % 2:  # other partners than the opposite one, so that no two slots are stuck with each other
             lower = np.roll(lower, turn * 7 % half)
-        want = (state.load[:, upper] - state.load[:, lower]) // 2
-        useful = np.abs(want).sum(axis=0) > 0
-        changed = state.exchange(upper[useful], lower[useful], want[:, useful])
-        idle = 0 if changed else idle + 1
+        if stages == 1 and not _worthwhile(state, ranked):
+            return
+        idle = 0 if _level(state, upper, lower) else idle + 1
         if idle > stages:
             return
+
+
+def _sharpen(state: SwapTable, soft: Int) -> None:
+    """The few costliest slots of each group against its few cheapest."""
+    ranks, stages, idle = state.problem.ranks, len(state.load), 0
+    pairs = max(1, min(ranks // 2, _PAIRS * state.problem.ranks // len(soft), _PAIRS))
+    for turn in range(_SHARPEN_ROUNDS):
+        ranked = soft[np.argsort(-state.load[turn % stages, soft], kind="stable")]
+        if stages == 1 and not _worthwhile(state, ranked):
+            return
+        groups = ranked.reshape(-1, ranks)
+        upper, lower = groups[:, :pairs], groups[:, ranks - pairs :]
+        lower = np.roll(lower[:, ::-1], turn, axis=1)
+        idle = 0 if _level(state, upper.reshape(-1), lower.reshape(-1)) else idle + 1
+        if idle > max(stages, min(pairs, 4)):
+            return
+
+
+def _level(state: SwapTable, upper: Int, lower: Int) -> int:
+    want = (state.load[:, upper] - state.load[:, lower]) // 2
+    useful = np.abs(want).sum(axis=0) > 0
+    if not useful.any():
+        return 0
+    return state.exchange(upper[useful], lower[useful], want[:, useful])
+
+
+def _worthwhile(state: SwapTable, ranked: Int) -> bool:
+    """Whether the groups of like cost that ``ranked`` slots make could still gain something."""
+    groups = state.load[0, ranked].reshape(-1, state.problem.ranks)
+    gain = groups[:, 0].sum() - groups.sum() / state.problem.ranks
+    return bool(gain > _ENOUGH * groups[:, 0].sum())

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from evenstep.plan.bounds import makespan_bound
 from evenstep.plan.exact import MOST_SAMPLES, exact
 from evenstep.plan.grouping import group_like_costs
 from evenstep.plan.levels import levels
@@ -39,7 +40,15 @@ def run_portfolio(
         if row_or_none is not None:
             fill_empty_rows(problem, row_or_none)
             found["exact"] = group_like_costs(problem, row_or_none)
-    if algorithm in ("auto", "lpt"):
+    start: Int | None = None
+    hard = 0
+    if algorithm != "lpt":
+        start, hard, left = _levels(problem, order)
+        if left:
+            failed["levels"] = _no_room(left)
+    if algorithm == "auto" and start is not None and not hard and not failed:
+        found["lpt"] = start  # no giants: levels is LPT
+    elif algorithm in ("auto", "lpt"):
         row, left = _repaired(problem, lambda row: lpt(problem, order, row))
         if left:
             failed["lpt"] = _no_room(left)
@@ -47,12 +56,9 @@ def run_portfolio(
             found["lpt"] = group_like_costs(problem, row)
     if algorithm == "lpt":
         return found, failed
-    row, hard, left = _levels(problem, order)
-    if left:
-        failed["levels"] = _no_room(left)
-        best = None
-    else:
-        best = found["levels"] = polish(problem, row, hard)
+    best = None
+    if start is not None and "levels" not in failed:
+        best = found["levels"] = start if _optimal(problem, start) else polish(problem, start, hard)
     if algorithm in ("auto", "refine"):
         if holders is None:
             if algorithm == "refine":
@@ -116,6 +122,11 @@ def _refine(
         fill_empty_rows(problem, row)
         found["refine"] = polish(problem, row, 0)
         failed.pop("refine", None)
+
+
+def _optimal(problem: Problem, row: Int) -> bool:
+    """Whether the makespans are at their lower bound already, as under a giant that outweighs everything."""
+    return float(problem.loads(row).max(axis=1).sum()) <= makespan_bound(problem) * (1 + 1e-9)
 
 
 def _no_room(left: int) -> str:
