@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenstep.cost import FeatureCost, LinearQuadraticCost, StageCost
-from evenstep.plan import Objective
+from evenstep.plan import Algorithm, Objective
 from evenstep.simulate import Settings, Simulation, simulate
 from evenstep.simulate.settings import fitting, usual_seq_len
 from evenstep.simulate.simulation import SAMPLER, SHUFFLED, Outcome
@@ -113,7 +113,7 @@ def test_outcomes_keep_their_laws(simulation: Simulation) -> None:
         if outcome.layout == SHUFFLED:
             assert outcome.slowest == outcome.speedup == outcome.fastest == 1.0
         if outcome.window:
-            assert outcome.slowest >= 1.0  # the gate never makes a step worse
+            assert outcome.slowest >= 1.0 - 1e-9  # the gate never makes a step worse
             assert 0 <= outcome.moved_tokens <= 1
             assert outcome.plan_seconds > 0
             assert outcome.bound_share is None or 0 < outcome.bound_share <= 1 + 1e-9
@@ -153,7 +153,8 @@ def test_bytes_are_those_of_the_moved_tokens(lengths: Lengths) -> None:
 
 def test_nothing_moves_below_the_gate(lengths: Lengths) -> None:
     kept = simulate(lengths, replace(SMALL, min_gain=1.0)).outcomes
-    assert (kept[2].speedup, kept[2].moved_tokens) == (1.0, 0.0)
+    assert kept[2].speedup == pytest.approx(1.0)
+    assert kept[2].moved_tokens == 0
     sampler = simulate(lengths, replace(SMALL, min_gain=1.0, reference="sampler")).outcomes
     assert sampler[2].speedup == pytest.approx(sampler[1].speedup)
     assert sampler[2].moved_tokens == 0
@@ -214,7 +215,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"algorithms": ("magic",)},
         ValueError,
-        "algorithm 'magic' is unknown, expected one of auto, lpt, levels, refine",
+        f"algorithm 'magic' is unknown, expected one of {', '.join(get_args(Algorithm))}",
     ),
     ({"seconds": 0.0}, ValueError, "seconds is 0.0, expected a positive number or None"),
     ({"fill": 1.5}, ValueError, "fill is 1.5, expected a share of a step's room in (0, 1]"),

@@ -66,7 +66,7 @@ def setting_lines(simulation: Simulation) -> list[str]:
 def legend(simulation: Simulation) -> list[str]:
     """How to read the table."""
     reference = SHUFFLED if simulation.settings.reference == "shuffled" else SAMPLER
-    return [
+    lines = [
         f"{SHUFFLED}: the packed rows in random order, as a loader deals them that packs but does not balance; "
         "speed-ups are relative to it.",
         f"{SAMPLER}: as TokenBudgetSampler orders them, the largest documents side by side, not planned either.",
@@ -76,6 +76,15 @@ def legend(simulation: Simulation) -> list[str]:
         "lengths are known ahead). of bound: lower bound over makespans, 100% cannot be beaten within these windows.",
         "Predicted from the cost model, not measured.",
     ]
+    if (
+        simulation.settings.sync == "step"
+        and min(simulation.settings.windows) < simulation.settings.accumulation_steps
+    ):
+        lines.append(
+            "Where ranks wait once per step, a window that is shorter than the step does not see the ranks' other "
+            "micro-batches, and can even lose; plan the whole step."
+        )
+    return lines
 
 
 def cells(outcome: Outcome) -> tuple[str, ...]:
