@@ -7,8 +7,10 @@ import os
 import sys
 import time
 from collections.abc import Iterable
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from evenstep.demo.checks import (
     LEAST_CORE,
@@ -121,8 +123,7 @@ def _prepare(settings: Settings, folder: Path | None) -> Pieces:
 
 
 def _bar(files: Iterable[Path]) -> Iterable[Path]:
-    from tqdm import tqdm
-
+    tqdm: Any = import_module("tqdm").tqdm
     bar: Iterable[Path] = tqdm(files, desc="reading lengths", unit=" documents", leave=False)
     return bar
 

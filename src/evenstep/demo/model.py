@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -39,7 +40,7 @@ class Gpt(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocabulary, config.width)
-        nn.init.normal_(self.embedding.weight, std=config.width**-0.5)  # logits start near N(0, 1)
+        nn.init.normal_(self.embedding.weight, std=1 / math.sqrt(config.width))  # logits start near N(0, 1)
         self.blocks = nn.ModuleList(_Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
 
@@ -102,4 +103,4 @@ def _sinusoids(position_ids: Tensor, width: int) -> Tensor:
     """Positions as in "Attention Is All You Need" (Vaswani et al., 2017): no parameters, any length."""
     frequencies = torch.exp(torch.arange(0, width, 2) * (-9.210340371976184 / width))  # ln(10000)
     angles = position_ids[:, None] * frequencies
-    return torch.cat([angles.sin(), angles.cos()], dim=1) * width**-0.5
+    return torch.cat([angles.sin(), angles.cos()], dim=1) / math.sqrt(width)

@@ -32,9 +32,9 @@ def draw(path: Path, reference: StepRecord, balanced: StepRecord, speed_up: Spee
         balanced: The same step balanced.
         speed_up: Over all steps, for the title.
     """
-    import matplotlib
+    import matplotlib as mpl
 
-    matplotlib.use("Agg")
+    mpl.use("Agg")
     from matplotlib import pyplot as plt
 
     ranks = reference.compute.shape[1]

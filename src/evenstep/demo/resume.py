@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,7 +20,7 @@ from evenstep.demo.train import Trainer, build_model, data_parallel_mesh, gather
 __all__ = ["Ledger", "audit", "resume", "save", "write_ledger"]
 
 
-def save(path: Path, trainer: Trainer, loader: evenstep.Loader) -> None:
+def save(path: Path, trainer: Trainer, loader: evenstep.Loader[Any]) -> None:
     """Keep all that training needs to go on; the loader's part is one small cursor, the same on every rank."""
     state = {
         "model": trainer.model.state_dict(),

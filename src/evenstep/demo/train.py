@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -30,8 +30,12 @@ def data_parallel_mesh() -> DeviceMesh:
 
 
 def open_loader(
-    settings: Settings, mesh: DeviceMesh, pieces: Pieces, cost: CostModel, algorithm: str
-) -> evenstep.Loader:
+    settings: Settings,
+    mesh: DeviceMesh,
+    pieces: Pieces,
+    cost: CostModel,
+    algorithm: Literal["auto", "reference"],
+) -> evenstep.Loader[Any]:
     """The loader of the demo; ``algorithm="reference"`` keeps the sampler's layout."""
     config = evenstep.LoaderConfig(seq_len=settings.seq_len, algorithm=algorithm)
     return evenstep.build_loader(
