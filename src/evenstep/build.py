@@ -51,7 +51,7 @@ def build_loader(
     sampler: Sampler | None = None,
     metadata_fn: Callable[[Any], Any] | None = None,
     metadata: Any = None,
-    pack: Callable[[list[Any], int], Any] = pack_text,
+    pack: Callable[[Any, int], Any] = pack_text,
     collate: Callable[[list[Any]], Any] = collate_rows,
     cost: CostModel | None = None,
     codec: Codec | None = None,
@@ -137,7 +137,7 @@ class _Request:
     sampler: Sampler | None
     metadata_fn: Callable[[Any], Any] | None
     metadata: Any
-    pack: Callable[[list[Any], int], Any]
+    pack: Callable[[Any, int], Any]
     collate: Callable[[list[Any]], Any]
     cost: CostModel | None
     codec: Codec | None

@@ -39,7 +39,7 @@ class Loader(tn.Loader[T], Generic[T]):
         self._finished = False
         self._closed = False
 
-    def __iter__(self) -> Iterator[T]:  # type: ignore[override]  # the stock one returns a node
+    def __iter__(self) -> Iterator[T]:
         """This loader, at the next epoch if the last one has been finished."""
         if self._finished and not self._closed:
             self._resets.append(None)
@@ -52,7 +52,7 @@ class Loader(tn.Loader[T], Generic[T]):
             raise StopIteration
         self._apply()
         try:
-            item = next(self.root)
+            item: T = next(self.root)
         except StopIteration:
             self._finished = True
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import socket
 import threading
@@ -55,7 +56,7 @@ class DataPlane:
         self._communicators = tuple(c for c in everyone if c is not None)
         # Runs once: at `close`, when the plane is collected, or at exit; then after the finalizers of the nodes
         # that were built on it, whose threads have ended by then.
-        self._leave = weakref.finalize(self, _leave, self.rounds, self._communicators, self.close_grace)
+        self._leave = weakref.finalize(self, leave_gently, self.rounds, self._communicators, self.close_grace)
 
     @classmethod
     def single(cls) -> DataPlane:
@@ -146,6 +147,11 @@ class DataPlane:
         return self.topology.is_constructor
 
     @property
+    def assists(self) -> bool:
+        """Whether this rank reads or plans for others but builds no batches."""
+        return self.rounds is not None and not self.topology.is_constructor
+
+    @property
     def is_planner(self) -> bool:
         """Whether this rank plans for its balance group."""
         return self.topology.rank == self.topology.planner
@@ -164,7 +170,8 @@ class DataPlane:
 
         Threads that talk over this plane must have ended. Idempotent; never raises an error of the others.
         """
-        self._leave()
+        if self._leave.detach() is not None:
+            leave(self.rounds, self._communicators, self.close_grace)
 
     def abandon(self) -> None:
         """Stop waiting for anybody, in any thread, now and later."""
@@ -172,7 +179,9 @@ class DataPlane:
             communicator.abandon()
 
 
-def _leave(rounds: Rounds | None, communicators: Sequence[Communicator], grace: float) -> None:
+def leave(rounds: Rounds | None, communicators: Sequence[Communicator], grace: float) -> None:
+    """Tell the other ranks; after ``grace`` seconds without an answer, or then, use the groups no more."""
+
     def give_up() -> None:
         for communicator in communicators:
             communicator.abandon()
@@ -186,6 +195,34 @@ def _leave(rounds: Rounds | None, communicators: Sequence[Communicator], grace: 
         finally:
             alarm.cancel()
     give_up()
+
+
+def leave_gently(rounds: Rounds | None, communicators: Sequence[Communicator], grace: float) -> None:
+    """`leave`, of a plane that was collected: whichever thread that happened in must not wait for other ranks."""
+    if _exiting.is_set() or rounds is None or not rounds.is_open:
+        leave(rounds, communicators, grace)
+        return
+    thread = threading.Thread(
+        target=leave, args=(rounds, communicators, grace), name="evenstep-leave", daemon=True
+    )
+    _leaving.add(thread)
+    thread.start()
+
+
+_exiting = threading.Event()
+_leaving: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+def _at_exit() -> None:
+    """From here on finalizers wait; and no thread may be inside a collective when the interpreter goes."""
+    _exiting.set()
+    for thread in list(_leaving):
+        thread.join()
+
+
+# Finalizers run in an exit hook that the first of them registers; ours must come before it, so it is registered later.
+weakref.finalize(_exiting, lambda: None)
+atexit.register(_at_exit)
 
 
 def agree(world: Communicator, config: Mapping[str, str], problem: Exception | None) -> list[str]:

@@ -145,6 +145,11 @@ class Rounds:
         """Streams begun on this data plane; equal on all ranks because all reset alike."""
         return self._generation
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the other ranks expect another header from this one."""
+        return self._open
+
     def restart(self) -> None:
         """Leave the stream under way, if any, and begin the next generation."""
         self.leave()

@@ -147,7 +147,9 @@ class Balance:
             samples=np.bincount(flat, minlength=number),
             tokens=tokens,
             padding=np.maximum(self.seq_len - tokens, 0),
-            cost=np.bincount(flat, weights=self.columns.costs.sum(axis=1), minlength=number).astype(np.float64),
+            cost=np.bincount(flat, weights=self.columns.costs.sum(axis=1), minlength=number).astype(
+                np.float64
+            ),
         )
 
     def to_dict(self) -> dict[str, Any]:

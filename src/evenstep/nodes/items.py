@@ -103,16 +103,14 @@ class PlannedBatch:
     """One micro-batch of a planned window, on all ranks of the balance group.
 
     Attributes:
-        window: The window.
+        window: The window, its number of micro-batches resolved.
         assignment: Flat row of every sample of the window, int32 ``[n]``.
-        place: Where the window stands, its number of micro-batches resolved.
         micro_batch: Position inside the window.
         digest: Digest of the plan.
     """
 
     window: GatheredWindow
     assignment: npt.NDArray[np.int32]
-    place: Place
     micro_batch: int
     digest: int
 

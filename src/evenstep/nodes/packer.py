@@ -9,7 +9,7 @@ from torchdata.nodes import BaseNode
 
 from evenstep.nodes.items import RoutedBatch
 from evenstep.nodes.stage import Stage
-from evenstep.packing import collate_rows, fused, pack_text, padding_row
+from evenstep.packing import collate_rows, empty_row, fused, pack_text
 
 __all__ = ["Packer"]
 
@@ -51,9 +51,4 @@ class Packer(Stage[RoutedBatch, Any]):
     def _rows(self, routed: RoutedBatch) -> list[Any]:
         packed = [self._pack(samples, routed.seq_len) if samples else None for samples in routed.rows]
         like = next((row for row in packed if row is not None), None)
-        return [_empty(like, routed.seq_len) if row is None else row for row in packed]
-
-
-def _empty(like: Any, seq_len: int) -> dict[str, Any]:
-    shaped = like if isinstance(like, MutableMapping) and "input_ids" in like else None
-    return padding_row(shaped, seq_len=seq_len)
+        return [empty_row(self._pack, routed.seq_len, like) if row is None else row for row in packed]

@@ -91,13 +91,13 @@ class PayloadAllToAll(Stage[PlannedBatch, RoutedBatch]):
             parts = {batch.micro_batch: np.flatnonzero(moving)}
         else:
             parts = {m: np.flatnonzero(moving & (micro == m)) for m in np.unique(micro[moving]).tolist()}
-        columns, start = window.columns, batch.place.start
+        columns, place = window.columns, window.place
         return {
             m: Exchange(
                 group,
                 self._codec,
                 self._pool,
-                Stamp(self.plane.rounds.generation, start.step, batch.place.first + m),
+                Stamp(self.plane.rounds.generation, place.start.step, place.first + m),
                 Moves(ids, holders[ids], targets[ids], columns.nbytes[ids], columns.structures[ids]),
                 window.local.__getitem__,
             )

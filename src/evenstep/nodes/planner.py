@@ -16,7 +16,7 @@ from evenstep.comm.plane import DataPlane
 from evenstep.comm.plans import SharedPlan, compare_plan, send_plan
 from evenstep.config import LoaderConfig
 from evenstep.nodes.balance import Balance
-from evenstep.nodes.items import GatheredWindow, PlannedBatch
+from evenstep.nodes.items import GatheredWindow, Place, PlannedBatch
 from evenstep.nodes.metadata_gather import MetadataGather, announce
 from evenstep.nodes.stage import Stage, upstream
 from evenstep.plan import Plan, plan_window, reference_layout
@@ -74,35 +74,29 @@ class Planner(Stage[Any, PlannedBatch]):
         while not self._pending:
             self._pending.extend(self._plan_next())
         batch = self._pending.popleft()
-        self._state = batch.place.after(batch.micro_batch + 1, batch.digest)
+        self._state = batch.window.place.after(batch.micro_batch + 1, batch.digest)
         return batch
 
     def _plan_next(self) -> list[PlannedBatch]:
         window: GatheredWindow = next(self.source) if self._gathered else self._announced()
         shared = self._share(window)
-        place, groups = window.place, self.plane.topology.dp_size > self.plane.topology.balance_group_size
-        digest = _SOME_PLAN if groups else shared.digest
-        place = replace(place, count=shared.micro_batches, total=place.total or shared.micro_batches)
-        if place.skip and (digest != place.plan or place.skip >= place.count):
-            return self._begin_again(window)
+        place, topology = window.place, self.plane.topology
+        digest = shared.digest if topology.dp_size == topology.balance_group_size else _SOME_PLAN
+        count = shared.micro_batches
+        if place.skip and (digest != place.plan or place.skip >= count):
+            return self._begin_again(place)
+        resolved = replace(place, count=count, total=place.total or count, skip=0, plan=0)
         if shared.plan is not None:
+            reference, _ = self._reference(window)
+            holders = self._holders(window)
             self.balances.append(
-                Balance(
-                    place,
-                    window.columns,
-                    self._reference(window)[0],
-                    self._holders(window),
-                    shared.plan,
-                    self._config.seq_len,
-                )
+                Balance(resolved, window.columns, reference, holders, shared.plan, self._config.seq_len)
             )
-        return [
-            PlannedBatch(window, shared.assignment, place, m, digest) for m in range(place.skip, place.count)
-        ]
+        window = replace(window, place=resolved)
+        return [PlannedBatch(window, shared.assignment, m, digest) for m in range(place.skip, count)]
 
-    def _begin_again(self, window: GatheredWindow) -> list[PlannedBatch]:
+    def _begin_again(self, place: Place) -> list[PlannedBatch]:
         """The plan under which micro-batches were delivered is not the one made now: none can be skipped."""
-        place = window.place
         warnings.warn(
             f"the state stands after micro-batch {place.first + place.skip} of step {place.start.step}, but its window "
             "is planned differently now (cost model, algorithm, gate, capacity or metadata changed); the step starts "

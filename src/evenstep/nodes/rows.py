@@ -39,7 +39,7 @@ class MicroBatch:
         by_row = ids[np.argsort(batch.assignment[ids], kind="stable")]
         bounds = np.searchsorted(batch.assignment[by_row], np.arange(first + 1, first + size))
         rows = [part.tolist() for part in np.split(by_row, bounds)] if plane.is_constructor else []
-        columns, place = batch.window.columns, batch.place
+        columns, place = batch.window.columns, batch.window.place
         tokens, loss = int(columns.tokens[ids].sum()), columns.loss_tokens[ids]
         number = place.first + batch.micro_batch
         info = BatchInfo(

@@ -60,7 +60,7 @@ class SamplerReader(BaseNode[Window]):
         start: Cursor | None = None,
         allow_changed_dataset: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torchdata leaves it without annotations
         self.plane = plane
         self.sampler = sampler
         self.dataset = dataset

@@ -22,7 +22,7 @@ class Stage(BaseNode[Out], Generic[In, Out]):
     """
 
     def __init__(self, source: BaseNode[In]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torchdata leaves it without annotations
         self.source = source
         self._stopped: Exception | None = None
 

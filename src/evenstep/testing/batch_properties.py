@@ -25,9 +25,7 @@ BOUNDARY_FIELDS = frozenset({"cu_seqlens", "max_seqlen", "num_tokens"})
 FLAT_MARKS = frozenset({"cu_seq_lens_q", "cu_seqlens_q", "cu_seqlens_padded"})
 
 
-def check_batch(
-    batch: Any, rows: Sequence[Mapping[str, Any]], expected: Sequence[Expected], c: Conventions
-) -> None:
+def check_batch(batch: Any, rows: Sequence[Any], expected: Sequence[Expected], c: Conventions) -> None:
     """Every property of a collated batch: the documents of all rows, in either layout.
 
     Raises:
@@ -65,14 +63,16 @@ def check_batch(
         broken("padding label", f"padding of the batch has the label {wrong}; it must be {c.ignore_index}")
 
 
-def _check_fields(
-    batch: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], expected: Sequence[Expected]
-) -> None:
-    for name in dict.fromkeys(name for row in rows for name in row):
-        if name not in batch and name not in BOUNDARY_FIELDS:
-            broken(
-                "lost field", f"the rows have {name!r}, the batch has not (it has {sorted(map(str, batch))})"
-            )
+def _check_fields(batch: Mapping[str, Any], rows: Sequence[Any], expected: Sequence[Expected]) -> None:
+    in_rows = [name for row in rows if isinstance(row, Mapping) for name in row]
+    in_samples = [name for one in expected for sample in one.samples for name in sample]
+    for holder, names in (("rows", in_rows), ("samples", in_samples)):
+        for name in dict.fromkeys(("input_ids", "labels", *names)):
+            if name not in batch and name not in BOUNDARY_FIELDS:
+                broken(
+                    "lost field",
+                    f"the {holder} have {name!r}, the batch has not (it has {sorted(map(str, batch))})",
+                )
     if sum(len(one.ends) for one in expected) > 1 and not any(mark in batch for mark in DOCUMENT_MARKS):
         marks = ", ".join(DOCUMENT_MARKS)
         broken(

@@ -55,7 +55,7 @@ def check_pack(
 
     Args:
         pack: Function under test; never called without samples, as in evenstep.
-        collate: Function under test; None checks rows only.
+        collate: Function under test; None checks rows only. With it, rows may be of any type.
         samples: A Hypothesis strategy of one sample, or samples of your data set; None: ``strategies.samples``,
             mappings of tensors ``input_ids``, now and then ``labels``, and ``loss_weights``.
         seq_len: Tokens of a row; short rows find bugs sooner.
@@ -125,7 +125,8 @@ def _check(
                 "changed samples",
                 f"pack changed its samples, which the dataset may hand out again: {show(samples)}",
             )
-        check_row(row, expected[-1], seq_len, conventions)
+        if collate is None or isinstance(row, Mapping):
+            check_row(row, expected[-1], seq_len, conventions)
         packed.append(row)
     _check_storage(pack, drawn, seq_len)
     if collate is None:
@@ -158,7 +159,8 @@ def _other(sample: Sample) -> Sample:
 def _check_collate(
     collate: Collate, packed: list[Any], expected: list[Expected], seq_len: int, conventions: Conventions
 ) -> None:
-    empty = padding_row(packed[0], seq_len=seq_len, ignore_index=conventions.ignore_index)
+    like = packed[0] if isinstance(packed[0], Mapping) else None
+    empty = padding_row(like, seq_len=seq_len, ignore_index=conventions.ignore_index)
     nothing = expected_row([], conventions)
     for rows, right in ((packed, expected), ([*packed, empty], [*expected, nothing])):
         held = copy.deepcopy(rows)

@@ -95,7 +95,9 @@ class SimulatedWorld:
         """Results by rank, and the ranks that failed, first failure first."""
         planes = self.planes()
         failed: list[int] = []
-        results: list[Any] = [TimeoutError(f"rank {r} did not end within {deadline} s") for r in range(self.size)]
+        results: list[Any] = [
+            TimeoutError(f"rank {r} did not end within {deadline} s") for r in range(self.size)
+        ]
 
         def main(rank: int) -> None:
             try:
@@ -109,7 +111,8 @@ class SimulatedWorld:
                 planes[rank].close()
 
         threads = [
-            threading.Thread(target=main, args=(rank,), name=f"rank{rank}", daemon=True) for rank in range(self.size)
+            threading.Thread(target=main, args=(rank,), name=f"rank{rank}", daemon=True)
+            for rank in range(self.size)
         ]
         for thread in threads:
             thread.start()
