@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from evenstep.packing import pack_text, pack_vision, truncate_sample, with_oversized
+from evenstep.packing import empty_row, pack_text, pack_vision, truncate_sample, with_oversized
 
 SAMPLE: dict[str, Any] = {
     "input_ids": torch.tensor([1, 2, 3, 4]),
@@ -60,3 +60,12 @@ def test_a_policy_that_is_none_is_told() -> None:
         with_oversized(own_pack, unknown)
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         pack_text([SAMPLE], 4, oversized=unknown)
+
+
+def test_empty_rows_are_padded_as_their_pack_pads() -> None:
+    for base in (pack_text, pack_vision):
+        row = empty_row(functools.partial(base, pad_token_id=7, ignore_index=-1), 3)
+        assert row["input_ids"].tolist() == [7, 7, 7]
+        assert row["labels"].tolist() == [-1, -1, -1]
+    assert set(empty_row(own_pack, 3, {"input_ids": torch.ones(3)})) == {"input_ids"}
+    assert empty_row(own_pack, 3, ([[1]], 3))["input_ids"].tolist() == [0, 0, 0]

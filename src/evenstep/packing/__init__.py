@@ -12,19 +12,21 @@
 | `varlen.py` | rows to one flat sequence |
 | `fused.py` | `text.py` and a collate in one pass |
 | `parts.py` | what that pass reads and writes |
+| `collator.py` | a Hugging Face collator as pack and collate |
 | `masks.py` | document ids, masks, the arguments of attention kernels |
-| `policy.py` | samples longer than a row, for any pack |
+| `policy.py` | samples longer than a row, and rows without samples, for any pack |
 | `loss.py` | the loss tokens of a sample |
 """
 
 from __future__ import annotations
 
 from evenstep.packing.collate import collate_rows
+from evenstep.packing.collator import from_collator
 from evenstep.packing.fused import FusedPack, fused, fused_pack
 from evenstep.packing.loss import count_loss_tokens
 from evenstep.packing.masks import block_diagonal_mask, document_ids, document_mask_mod, thd_arguments
 from evenstep.packing.padding import padding_row
-from evenstep.packing.policy import truncate_sample, with_oversized
+from evenstep.packing.policy import empty_row, truncate_sample, with_oversized
 from evenstep.packing.text import pack_text
 from evenstep.packing.varlen import collate_varlen
 from evenstep.packing.vision import pack_vision, vision_metadata
@@ -37,6 +39,8 @@ __all__ = [
     "count_loss_tokens",
     "document_ids",
     "document_mask_mod",
+    "empty_row",
+    "from_collator",
     "fused",
     "fused_pack",
     "pack_text",

@@ -26,6 +26,9 @@ def collate_rows(
 ) -> dict[str, Any]:
     """Stacks rows of ``pack_text`` into one batch, padded to the longest row.
 
+    The attention of the model must stay inside documents. transformers finds them in ``position_ids`` if it is called
+    with ``use_cache=False`` and without ``attention_mask``; others take ``block_diagonal_mask(document_ids(batch))``.
+
     Args:
         rows: At least one row. A row without tokens (``padding_row``) may lack fields that others have.
         pad_token_id: As in ``pack_text``; used where rows differ in length (``oversized="single"``).

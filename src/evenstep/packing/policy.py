@@ -1,20 +1,22 @@
-"""Hands samples longer than a row to any pack, the user's own included, as the configured policy says."""
+"""Serves with any pack, the user's own included, what it need not know of: oversized samples and empty rows."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from evenstep.packing.documents import Oversized
 from evenstep.packing.fields import as_tensor, token_dim
 from evenstep.packing.fused import keywords_of
+from evenstep.packing.padding import padding_row
 from evenstep.packing.text import pack_text
 from evenstep.packing.vision import pack_vision
 
-__all__ = ["truncate_sample", "with_oversized"]
+__all__ = ["empty_row", "truncate_sample", "with_oversized"]
 
-Pack = Callable[[Sequence[Any], int], Any]
+Pack = Callable[[list[Any], int], Any]
+BUILT_IN: tuple[Callable[..., Any], ...] = (pack_text, pack_vision)
 
 
 def with_oversized(pack: Pack, oversized: Oversized) -> Pack:
@@ -28,7 +30,7 @@ def with_oversized(pack: Pack, oversized: Oversized) -> Pack:
     """
     if oversized not in ("error", "single", "truncate"):
         raise ValueError(f'oversized is {oversized!r}; use "error", "single" or "truncate"')
-    for base in (pack_text, pack_vision):
+    for base in BUILT_IN:
         keywords = keywords_of(pack, base)
         if keywords is not None:
             return (
@@ -39,13 +41,27 @@ def with_oversized(pack: Pack, oversized: Oversized) -> Pack:
     return functools.partial(_pack_oversized, pack, oversized)
 
 
-def _pack_oversized(pack: Pack, oversized: Oversized, samples: Sequence[Any], seq_len: int) -> Any:
+def _pack_oversized(pack: Pack, oversized: Oversized, samples: list[Any], seq_len: int) -> Any:
     if len(samples) == 1 and isinstance(samples[0], Mapping) and "input_ids" in samples[0]:
         length = len(samples[0]["input_ids"])
         if length > seq_len and oversized == "truncate":
             return pack([truncate_sample(samples[0], seq_len)], seq_len)
         seq_len = max(seq_len, length)
     return pack(samples, seq_len)
+
+
+def empty_row(pack: Pack, seq_len: int, like: Any = None) -> Any:
+    """The row of a rank without samples, as ``pack`` pads; a user's pack is not called for it.
+
+    Args:
+        pack: What makes the other rows.
+        seq_len: Tokens of the row.
+        like: Another row of the micro-batch, if there is one, which the row of a user's pack resembles.
+    """
+    if any(keywords_of(pack, base) is not None for base in BUILT_IN):
+        return pack([], seq_len)
+    alike = like if isinstance(like, Mapping) and "input_ids" in like else None
+    return padding_row(alike, seq_len=seq_len)
 
 
 def truncate_sample(
