@@ -80,6 +80,8 @@ def build_loader(
         RemoteRankError: The same, on all other ranks.
         ConfigMismatch: Ranks were given different configurations.
     """
+    if not isinstance(config, LoaderConfig):
+        raise TypeError(f"config is {type(config).__name__} {config!r}, expected a LoaderConfig")
     where = _device(device, config)
     plane = mesh if isinstance(mesh, DataPlane) else _plane(mesh, config, where)
     request = _Request(
@@ -159,10 +161,6 @@ class _Request:
         }
 
     def _check(self) -> None:
-        if not isinstance(self.config, LoaderConfig):
-            raise TypeError(
-                f"config is {type(self.config).__name__} {self.config!r}, expected a LoaderConfig"
-            )
         if not isinstance(self.sampler, Sampler):
             raise TypeError(
                 f"sampler is {self.sampler!r}, expected a StepSampler, TokenBudgetSampler or another object with "
