@@ -146,6 +146,17 @@ def test_the_loss_of_a_model_is_over_the_counted_tokens(model: Any) -> None:
     torch.testing.assert_close(packed, torch.stack(alone).sum() / count)
 
 
+def test_a_model_compiles_as_one_graph(model: Any) -> None:
+    torch.compiler.reset()
+    model.set_attn_implementation("sdpa")
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    for lengths in ([3, 4], [5, 1, 2], [8]):
+        batch = batch_of([lengths], collate_varlen, pad_to=16)
+        arguments = {"input_ids": batch["input_ids"], "use_cache": False, **bounded(batch)}
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(**arguments).logits, model(**arguments).logits)
+
+
 @pytest.mark.parametrize("bounds", [False, True])
 def test_the_flattening_collator_of_transformers(bounds: bool) -> None:
     collator = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=bounds)
