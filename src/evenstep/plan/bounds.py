@@ -1,33 +1,48 @@
-"""What no plan of a window can beat, from pigeonholes and a knapsack."""
+"""What no plan of a window can beat, from pigeonholes and fractional knapsacks."""
 
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from evenstep.plan.problem import Int, Problem
 
-__all__ = ["floors", "makespan_bound"]
+__all__ = ["makespan_bound"]
 
+Float = npt.NDArray[np.float64]
 _SHARES = 8  # rows are considered with room for at most 1, 2, ... this many large samples
+_PRICES = 12  # prices of a token that are tried
+_MOST_GIANTS = 4096  # more are not looked at one by one
+_LEVELS = 1 + np.array([0, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 3, np.inf])
 
 
 def makespan_bound(problem: Problem) -> float:
     """A lower bound of the sum of makespans over groups and stages, in integer cost units.
 
-    Let T_1 >= T_2 >= ... be the makespans of the groups and t_k a floor of T_k (see `floors`). The K costliest groups
-    hold at most ``min(ranks * sum T_k, densest)`` work, ``densest`` being the fractional knapsack of cost in their
-    tokens; the other groups take at least the rest divided by the ranks. The sum of both grows with T_k, so it holds
-    for the floors, for every K.
+    Let T_1 >= T_2 >= ... be the makespans of the groups and t_k a floor of T_k (see `_floors`). The K costliest groups
+    hold at most ``held`` work (see `_held` and `_held_beside_giants`); the other groups take at least the rest divided
+    by the ranks. So for every K the sum is at least ``t_1 + ... + t_K + (total - held) / ranks``.
     """
     return float(sum(_stage_bound(problem, cost) for cost in problem.costs))
 
 
-def floors(problem: Problem, cost: Int) -> Int:
+def _stage_bound(problem: Problem, cost: Int) -> float:
+    total, ranks = int(cost.sum()), problem.ranks
+    if total == 0:
+        return 0.0
+    floor = np.cumsum(_floors(problem, cost)).astype(np.float64)
+    # The bound grows with every T_k, because T_k adds itself to the sum and at most ranks * T_k to what is held.
+    best = floor + np.maximum(total - _held(problem, cost, floor), 0.0) / ranks
+    if problem.rows == 1 and ranks > 1:
+        best = np.maximum(best, _beside_giants(problem, cost, floor, total))
+    return max(total / ranks, float(best.max()))
+
+
+def _floors(problem: Problem, cost: Int) -> Int:
     """A floor of the k-th largest makespan for each k, non-increasing int64 ``[groups]``.
 
     A row holds at most j samples of more than ``seq_len / (j + 1)`` tokens, so k - 1 groups hold at most
-    ``j * rows * ranks * (k - 1)`` of them, and the next one lies in a k-th group. The largest makespan is also at
-    least the q + 1 cheapest of the ``q * slots + 1`` costliest samples, because some slot holds that many of them.
+    ``j * rows * ranks * (k - 1)`` of them, and the next one lies in a k-th group.
     """
     best = np.zeros(problem.groups, dtype=np.int64)
     before = np.arange(problem.groups) * problem.ranks * problem.rows
@@ -38,10 +53,13 @@ def floors(problem: Problem, cost: Int) -> Int:
         inside = nth < len(large)
         best[inside] = np.maximum(best[inside], large[nth[inside]])
     best[0] = max(int(best[0]), _pigeonhole(cost, problem.slots), int(cost.max(initial=0)))
+    if problem.rows == 1:
+        best[0] = max(int(best[0]), _crowded(problem, cost))
     return np.maximum.accumulate(best[::-1])[::-1]
 
 
 def _pigeonhole(cost: Int, slots: int) -> int:
+    """Some slot holds q + 1 of the ``q * slots + 1`` costliest samples, so it costs what the q + 1 cheapest do."""
     most = (len(cost) - 1) // slots
     if most < 1:
         return 0
@@ -51,23 +69,72 @@ def _pigeonhole(cost: Int, slots: int) -> int:
     return int((descending[last] - descending[last - share - 1]).max())
 
 
-def _stage_bound(problem: Problem, cost: Int) -> float:
-    total, ranks = int(cost.sum()), problem.ranks
-    if total == 0:
-        return 0.0
-    tokens = problem.weights[0]
-    floor = np.cumsum(floors(problem, cost))
-    rows = np.arange(1, problem.groups + 1) * ranks * problem.rows
-    densest = _densest(cost, tokens, rows * int(problem.limits[0]))
-    held = np.minimum(ranks * floor.astype(np.float64), densest)
-    return max(total / ranks, float((floor + np.maximum(total - held, 0.0) / ranks).max()))
+def _crowded(problem: Problem, cost: Int) -> int:
+    """What the row of a giant costs where the other rows cannot hold all other tokens.
 
-
-def _densest(cost: Int, tokens: Int, room: Int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Most cost that fits into ``room`` tokens if samples could be cut, float64 ``[len(room)]``."""
-    free = int(cost[tokens == 0].sum())
+    The rows of the j costliest samples hold at least what the other rows do not, the cheapest tokens at best. They lie
+    in distinct rows, or two of them share one.
+    """
+    tokens, cap = problem.weights[0], int(problem.limits[0])
+    order = np.argsort(-cost, kind="stable")[: min(problem.num_rows, len(cost))]
+    most = np.arange(1, len(order) + 1)
+    left = int(tokens.sum()) - (problem.num_rows - most) * cap - np.cumsum(tokens[order])
+    if not len(order) or left.max() <= 0:
+        return 0
     used = np.flatnonzero(tokens)
-    order = used[np.argsort(-(cost[used] / tokens[used]), kind="stable")]
-    token_sum = np.concatenate(([0], np.cumsum(tokens[order])))
-    cost_sum = np.concatenate(([0], np.cumsum(cost[order])))
-    return np.interp(room, token_sum, cost_sum) + free
+    cheapest = used[np.argsort(cost[used] / tokens[used], kind="stable")]
+    extra = np.interp(left, _from_zero(tokens[cheapest]), _from_zero(cost[cheapest]))
+    together = np.floor((np.cumsum(cost[order]) + np.where(left > 0, extra, 0.0)) / most)
+    sharing = np.append(np.inf, cost[order][1:] + cost[order][:-1])
+    if problem.groups > 1:  # only the row of the very costliest is known to lie in the costliest group
+        return int(together[0])
+    return int(np.minimum(together, sharing).max())
+
+
+def _held(problem: Problem, cost: Int, floor: Float) -> Float:
+    """What the k costliest groups hold at most: their makespans, or the densest samples in their tokens."""
+    tokens = problem.weights[0]
+    rows = np.arange(1, problem.groups + 1) * problem.ranks * problem.rows
+    used = np.flatnonzero(tokens)
+    densest = used[np.argsort(-(cost[used] / tokens[used]), kind="stable")]
+    most = np.interp(rows * int(problem.limits[0]), _from_zero(tokens[densest]), _from_zero(cost[densest]))
+    return np.minimum(problem.ranks * floor, most + int(cost[tokens == 0].sum()))
+
+
+def _beside_giants(problem: Problem, cost: Int, floor: Float, total: int) -> Float:
+    """The bound for one row per slot, where a giant leaves tokens of its row unused; float64 ``[groups]``.
+
+    A row holds at most one sample above half a row, and beside it no more than the level T_1 allows. With a price on
+    tokens, what rows hold is at most the surplus of all smaller samples over the price, and for each row its large
+    sample and the price of the tokens it can use (Lagrangian relaxation). For T_1 between two levels, the lower one
+    counts for the sum and the higher one for what is held.
+    """
+    tokens, cap, ranks = problem.weights[0], int(problem.limits[0]), problem.ranks
+    large = tokens * 2 > cap
+    if not 0 < large.sum() < min(len(large), _MOST_GIANTS + 1):
+        return np.zeros(problem.groups)
+    small_cost, small_tokens = cost[~large].astype(np.float64), tokens[~large].astype(np.float64)
+    used = small_tokens > 0
+    if not used.any():
+        return np.zeros(problem.groups)
+    density = np.sort(small_cost[used] / small_tokens[used])
+    price = density[np.unique(np.linspace(0, len(density) - 1, 4 * _PRICES).astype(np.int64)[-3 * _PRICES :])]
+    surplus = np.maximum(small_cost - price[:, None] * small_tokens, 0.0).sum(axis=1)
+    level = np.float64(floor[0]) * _LEVELS
+    large_cost, large_tokens = cost[large].astype(np.float64), tokens[large].astype(np.float64)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        room = np.minimum(cap - large_tokens, np.maximum(level[1:, None] - large_cost, 0.0) / density[0])
+    room = np.nan_to_num(room, nan=0.0, posinf=cap)
+    value = large_cost + price[:, None, None] * room
+    plain = (price * cap)[:, None, None]
+    rows = np.arange(1, problem.groups + 1) * ranks
+    best = -np.sort(-np.maximum(value, plain), axis=2)[:, :, : int(rows[-1])]
+    held = np.concatenate((np.zeros((*best.shape[:2], 1)), np.cumsum(best, axis=2)), axis=2)
+    inside = np.minimum(rows, best.shape[2])
+    held = held[:, :, inside] + plain * (rows - inside) + surplus[:, None, None]
+    rest = np.maximum(total - held.min(axis=0), 0.0) / ranks
+    return np.asarray((level[:-1, None] - level[0] + floor + rest).min(axis=0), dtype=np.float64)
+
+
+def _from_zero(values: Int) -> Int:
+    return np.concatenate(([0], np.cumsum(values)))
