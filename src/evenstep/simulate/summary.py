@@ -55,7 +55,7 @@ def setting_lines(simulation: Simulation) -> list[str]:
     if simulation.empty:
         lines.append(f"{simulation.empty:,} documents are empty: left out")
     sampled = ", ".join(
-        f"{outcome.steps} steps at {outcome.dp_size} ranks"
+        f"{outcome.steps} step{'s' if outcome.steps > 1 else ''} at {outcome.dp_size} ranks"
         for outcome in simulation.outcomes
         if outcome.layout == SHUFFLED
     )
