@@ -107,7 +107,7 @@ class ProcessGroupCommunicator:
             raise self._give_up(None, buffers, self._left())
         try:
             work = launch()
-        except RuntimeError as error:  # the group is gone, or a peer is
+        except (RuntimeError, ValueError) as error:  # the group is gone, or a peer is
             raise self._give_up(None, buffers, self._lost(error)) from error
         try:
             self._wait(work)

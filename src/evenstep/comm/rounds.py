@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol, TypeVar
 
@@ -202,7 +203,9 @@ class Rounds:
             return
         try:
             while self._owed:
-                self._owed.popleft().run()
+                # What it brought is dropped, whatever is wrong with it; the ranks behind it still wait for the next.
+                with suppress(Exception):
+                    self._owed.popleft().run()
             status = CLOSING if self._failure is None else FAILED
             self._talk(Header(status), self._failure)
         except (RemoteRankError, Abandoned):

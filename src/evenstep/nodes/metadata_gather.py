@@ -71,21 +71,23 @@ def announce(
     """
     assert plane.rounds is not None, "only ranks of the data plane gather"
     window: Window | None = None
-    failure: Exception | None = None
+    failure: BaseException | None = None
     header = Header(EXHAUSTED)
     try:
         window = next(source)
         header = window_header(window)
     except StopIteration:
         pass
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise  # the user waits for the prompt, and would wait for the slowest rank below
+    except BaseException as error:
         failure, header = error, Header(FAILED)
     try:
         headers = plane.rounds.begin(header, failure, uneven=uneven)
     except RemoteRankError as error:
-        if failure is not None:
+        if isinstance(failure, Exception):
             raise error from failure
-        raise
+        raise failure or error
     if window is None or any(h.status != OK for h in headers.values()):
         raise StopIteration
     return window, headers

@@ -185,9 +185,9 @@ class Producer:
         try:
             item = next(self._source)
             state = self._source.state_dict()
+            return Produced(item, state, None, self._is_boundary(state))
         except BaseException as error:
             return Produced(None, None, error, True)
-        return Produced(item, state, None, self._is_boundary(state))
 
     def _leave(self) -> None:
         """Tell the other ranks that nothing more comes from here."""
