@@ -10,9 +10,10 @@ from evenstep.plan.swap import SwapTable
 
 __all__ = ["polish"]
 
-_FILL_ROUNDS = 10
-_EVEN_ROUNDS = 16
-_SHARPEN_ROUNDS = 24
+_FILL_ROUNDS = 4
+_SMALL = 160  # slots up to which a window gets more rounds
+_ROUNDS = 12
+_MORE_EVEN_ROUNDS, _MORE_SHARPEN_ROUNDS = 16, 24
 _PAIRS = 16  # of the costliest and the cheapest slots of a group, in the last rounds
 _ENOUGH = 1e-6  # of the makespan: what a group could still gain
 
@@ -52,7 +53,7 @@ def _fill_up(state: SwapTable, hard_groups: int, soft: Int) -> None:
 def _even_out(state: SwapTable, soft: Int) -> None:
     """The upper half of the slots against the lower half."""
     half, stages, idle = len(soft) // 2, len(state.load), 0
-    for turn in range(_EVEN_ROUNDS):
+    for turn in range(_MORE_EVEN_ROUNDS if len(soft) <= _SMALL else _ROUNDS):
         ranked = soft[np.argsort(-state.load[turn % stages, soft], kind="stable")]
         upper, lower = ranked[:half], ranked[len(ranked) - half :][::-1]
         if turn % 2:  # other partners than the opposite one, so that no two slots are stuck with each other
@@ -68,7 +69,7 @@ def _sharpen(state: SwapTable, soft: Int) -> None:
     """The few costliest slots of each group against its few cheapest."""
     ranks, stages, idle = state.problem.ranks, len(state.load), 0
     pairs = max(1, min(ranks // 2, _PAIRS * state.problem.ranks // len(soft), _PAIRS))
-    for turn in range(_SHARPEN_ROUNDS):
+    for turn in range(_MORE_SHARPEN_ROUNDS if len(soft) <= _SMALL else _ROUNDS):
         ranked = soft[np.argsort(-state.load[turn % stages, soft], kind="stable")]
         if stages == 1 and not _worthwhile(state, ranked):
             return

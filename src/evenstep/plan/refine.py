@@ -29,12 +29,12 @@ def refine(problem: Problem, order: Int, holders: Int, level: Int) -> Int:
         The row of each sample, int64 ``[n]``; -1 for samples that fit nowhere.
     """
     rows, ranks = problem.rows, problem.ranks
+    free = _Free(problem)
     weights = problem.weights[:, order].T.tolist()
     work, home = problem.work[order].tolist(), holders[order].tolist()
-    free = [[problem.limits.tolist() for _ in range(rows)] for _ in range(problem.slots)]
     ceiling = np.repeat(level, ranks)
-    room = ceiling.copy()
-    most_free = np.full(problem.slots, problem.limits[0])
+    room = ceiling.tolist()
+    room_array = ceiling.copy()
     own = [
         [(-int(level[group]), group * ranks + rank) for group in range(problem.groups)]
         for rank in range(ranks)
@@ -44,47 +44,71 @@ def refine(problem: Problem, order: Int, holders: Int, level: Int) -> Int:
     placed = [-1] * len(work)
     for position, need in enumerate(weights):
         cost = work[position]
-        slot, best, skipped, heap = -1, -1, [], own[home[position]]
+        heap = own[home[position]]
+        slot, best = -1, -1
+        skipped = []
         while heap and -heap[0][0] >= cost:
             entry = heappop(heap)
-            if -entry[0] != room[entry[1]]:  # somebody else's sample came in since
-                heappush(heap, (-int(room[entry[1]]), entry[1]))
+            candidate = entry[1]
+            if -entry[0] != room[candidate]:  # somebody else's sample came in since
+                heappush(heap, (-room[candidate], candidate))
                 continue
-            best = _fullest(free[entry[1]], need)
+            best = free.fullest(candidate, need)
             if best >= 0:
-                slot = entry[1]
+                slot = candidate
                 break
             skipped.append(entry)
         for entry in skipped:
             heappush(heap, entry)
         if slot < 0:
-            for candidate in _roomiest(room, most_free, need[0]):
-                best = _fullest(free[candidate], need)
+            for candidate in _roomiest(room_array, free.most, need[0]):
+                best = free.fullest(candidate, need)
                 if best >= 0:
                     slot = candidate
                     break
             else:
                 continue
-        left = free[slot][best]
-        for limit, weight in enumerate(need):
-            left[limit] -= weight
-        most_free[slot] = left[0] if rows == 1 else max(line[0] for line in free[slot])
+        free.take(slot, best, need)
         room[slot] -= cost
+        room_array[slot] = room[slot]
         if slot % ranks == home[position]:
-            heappush(heap, (-int(room[slot]), slot))
+            heappush(heap, (-room[slot], slot))
         placed[position] = slot * rows + best
     row = np.empty(problem.size, dtype=np.int64)
     row[order] = placed
     return row
 
 
-def _fullest(lines: list[list[int]], need: list[int]) -> int:
-    """The row with the fewest free tokens that can take a sample; -1 if none can."""
-    best, least = -1, -1
-    for index, left in enumerate(lines):
-        if (best < 0 or left[0] < least) and all(map(int.__ge__, left, need)):
-            best, least = index, left[0]
-    return best
+class _Free:
+    """What is left of the limits of each row, and the most tokens that a row of each slot has left."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.rows = problem.rows
+        self.plain = problem.rows == 1 and len(problem.limits) == 1
+        self.tokens = [int(problem.limits[0])] * problem.slots
+        self.left = [[problem.limits.tolist() for _ in range(self.rows)] for _ in range(problem.slots)]
+        self.most = np.full(problem.slots, problem.limits[0])
+
+    def fullest(self, slot: int, need: list[int]) -> int:
+        """The row of a slot with the fewest free tokens that can take a sample; -1 if none can."""
+        if self.plain:
+            return 0 if self.tokens[slot] >= need[0] else -1
+        best, least = -1, -1
+        for index, left in enumerate(self.left[slot]):
+            if (best < 0 or left[0] < least) and all(map(int.__ge__, left, need)):
+                best, least = index, left[0]
+        return best
+
+    def take(self, slot: int, row: int, need: list[int]) -> None:
+        """Put a sample into a row."""
+        if self.plain:
+            self.tokens[slot] -= need[0]
+            self.most[slot] = self.tokens[slot]
+            return
+        left = self.left[slot][row]
+        for limit, weight in enumerate(need):
+            left[limit] -= weight
+        self.most[slot] = max(line[0] for line in self.left[slot])
 
 
 def _roomiest(room: Int, most_free: Int, tokens: int) -> Iterator[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,8 @@ from evenstep.plan.problem import Int, Problem, sums
 
 __all__ = ["SwapTable"]
 
-_CELLS = 1 << 17  # offers compared at once; bounds time and memory of a round
+_CELLS = 1 << 16  # offers compared at once; bounds time and memory of a round
+_SMALL = 160  # slots up to which it is twice that
 _WIDTH = 40  # samples of a slot that take part in exchanges
 _FEWEST, _MOST = 12, 160  # offers of a slot
 
@@ -55,9 +57,10 @@ class SwapTable:
         Returns:
             The number of pairs that changed.
         """
-        offers = int(np.clip(np.sqrt(_CELLS / max(len(giver), 1)), _FEWEST, _MOST))
-        first, second = _offers(self.table.shape[1], offers, pairs=self.problem.rows == 1)
-        step = max(1, _CELLS // len(first) ** 2)
+        cells = _CELLS if self.problem.slots > _SMALL else 2 * _CELLS
+        offers = int(np.clip(np.sqrt(cells / max(len(giver), 1)), _FEWEST, _MOST))
+        first, second = _offers(self.table.shape[1], offers, self.problem.rows == 1)
+        step = max(1, cells // len(first) ** 2)
         return sum(
             self._exchange(
                 giver[at : at + step], taker[at : at + step], want[:, at : at + step], first, second
@@ -173,7 +176,8 @@ def _with_nobody(columns: Int) -> Int:
     return np.concatenate((columns, np.zeros((len(columns), 1), dtype=np.int64)), axis=1)
 
 
-def _offers(width: int, most: int, *, pairs: bool) -> tuple[Int, Int]:
+@lru_cache(maxsize=256)
+def _offers(width: int, most: int, pairs: bool) -> tuple[Int, Int]:
     """At most about ``most`` pairs of places: each alone (with the last, empty one), nothing, then two together."""
     nothing = width - 1
     alone = np.arange(nothing)
