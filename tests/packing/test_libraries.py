@@ -149,7 +149,7 @@ def test_the_loss_of_a_model_is_over_the_counted_tokens(model: Any) -> None:
 def test_a_model_compiles_as_one_graph(model: Any) -> None:
     torch.compiler.reset()
     model.set_attn_implementation("sdpa")
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    compiled: Any = torch.compile(model, backend="eager", fullgraph=True)
     for lengths in ([3, 4], [5, 1, 2], [8]):
         batch = batch_of([lengths], collate_varlen, pad_to=16)
         arguments = {"input_ids": batch["input_ids"], "use_cache": False, **bounded(batch)}

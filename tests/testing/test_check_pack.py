@@ -301,6 +301,26 @@ def rows_flattened_as_documents(rows: list[Row]) -> Row:
     return batch
 
 
+def labels_of_another_shape(rows: list[Row]) -> Row:
+    batch = collate_rows(rows)
+    return {**batch, "labels": batch["labels"][:, 1:]}
+
+
+def one_token_short(rows: list[Row]) -> Row:
+    batch = collate_varlen(rows)
+    return {**batch, "input_ids": batch["input_ids"][:, :-1], "labels": batch["labels"][:, :-1]}
+
+
+def fields_of_the_model_alone(rows: list[Row]) -> Row:
+    return {
+        name: v for name, v in collate_rows(rows).items() if name in ("input_ids", "labels", "loss_weights")
+    }
+
+
+def zero_padding(rows: list[Row]) -> Row:
+    return collate_rows(rows, pad_to_multiple_of=32, ignore_index=0)
+
+
 BROKEN_COLLATES: list[tuple[Callable[[list[Row]], Any], str]] = [
     (batch_without("loss_weights"), "lost field: the rows have 'loss_weights', the batch has not"),
     (batch_without("labels"), "lost field: the rows have 'labels', the batch has not"),
@@ -318,6 +338,12 @@ BROKEN_COLLATES: list[tuple[Callable[[list[Row]], Any], str]] = [
         rows_flattened_as_documents,
         "running positions: in row 0 of the batch, position_ids at position 1 is 1, but it must be 0",
     ),
+    (
+        labels_of_another_shape,
+        "field length: input_ids and labels of the batch are not two tensors of one shape",
+    ),
+    (one_token_short, "lost tokens: the batch ends before the 1 tokens of row 0"),
+    (zero_padding, "padding label: padding of the batch has the label 0; it must be -100"),
     (list, "batch: collate returned a list; a batch must be a mapping of fields"),
 ]
 
@@ -326,6 +352,32 @@ BROKEN_COLLATES: list[tuple[Callable[[list[Row]], Any], str]] = [
 def test_broken_collates_are_caught_and_told(collate: Any, words: str) -> None:
     with pytest.raises(PackCheckFailed, match=f"^{re.escape(words)}"):
         check_pack(pack_text, collate)
+
+
+def test_a_pack_that_tells_documents_apart_for_nothing() -> None:
+    def pack(batch: list[Any], seq_len: int) -> Row:
+        return {name: v for name, v in pack_text(batch, seq_len).items() if name != "position_ids"}
+
+    words = (
+        "boundaries: nothing in the batch tells its documents apart (none of cu_seqlens, position_ids, document_ids, "
+        "seq_idx, cu_seq_lens_q, attention_mask), so they attend to each other"
+    )
+    with pytest.raises(PackCheckFailed, match=f"^{re.escape(words)}"):
+        check_pack(pack, fields_of_the_model_alone)
+
+
+def test_rows_are_mappings_unless_their_collate_knows_better() -> None:
+    def keep(batch: list[Any], seq_len: int) -> list[Any]:
+        return batch
+
+    def collate(rows: list[Any]) -> Row:
+        return collate_varlen([pack_text(row, 16) if isinstance(row, list) else row for row in rows])
+
+    check_quickly(keep, collate)
+    with pytest.raises(
+        PackCheckFailed, match=r"^row: pack returned a list; a row must be a mapping of fields"
+    ):
+        check_quickly(keep)
 
 
 def test_an_error_of_the_users_is_told_with_its_samples() -> None:

@@ -87,7 +87,8 @@ def pack_text(
         "labels": target,
         "position_ids": None,
     }
-    for name, column in columns_of(read, token_dims or {}).items():
+    dims = {**(token_dims or {}), **({documents: None} if documents else {})}
+    for name, column in columns_of(read, dims).items():
         if isinstance(column, list):
             row[name] = column
             continue
