@@ -67,7 +67,9 @@ def _rank(function: Callable[..., T], *args: Any) -> T:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=_TIMEOUT)
     try:
-        return function(*args)
+        result = function(*args)
+        dist.barrier()  # who leaves early would cut off a peer that is still connecting
+        return result
     finally:
         dist.destroy_process_group()
 
@@ -80,11 +82,11 @@ def _loopback() -> dict[str, str]:
 
 @contextmanager
 def _environment(**values: str) -> Iterator[None]:
-    """Variables that new processes inherit; what the user has set stays."""
-    added = {name: value for name, value in values.items() if name not in os.environ}
-    os.environ.update(added)
+    """Variables that new processes inherit; what the user has set stays, what is added goes again."""
+    before = dict(os.environ)
+    os.environ.update({**values, **before})
     try:
         yield
     finally:
-        for name in added:
+        for name in os.environ.keys() - before.keys():  # the launcher leaves some of its own too
             del os.environ[name]

@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from evenstep.cost import LinearQuadraticCost
+from evenstep.demo.records import StepRecord
+from evenstep.demo.tables import corpus_table, print_heading, print_pair, print_resumed
+from evenstep.demo.tokens import TokenStore, split_documents
+
+
+def test_corpus_table() -> None:
+    lengths = [0, 5, 1000, 2500, 0, 1]
+    offsets = np.concatenate(([0], np.cumsum(lengths)))
+    store = TokenStore(np.zeros(offsets[-1], dtype=np.uint16), offsets, 3072, 14024, 3)
+    assert corpus_table(split_documents(store, 1000), 1000) == (
+        "  documents          6\n"
+        "  tokens             3,506 (4.00 bytes each, vocabulary 3,072)\n"
+        "  tokens a document  median 1, 90% 1,000, 99% 1,000, longest 2,500\n"
+        "  dropped            2 empty documents\n"
+        "  split              1 documents longer than a row of 1,000 tokens, into 3 pieces\n"
+        "  samples            6\n"
+        "  undecodable bytes  3, each read as U+FFFD"
+    )
+
+
+def test_lines_of_a_step(make_record: Callable[..., StepRecord], capsys: pytest.CaptureFixture[str]) -> None:
+    print_heading(LinearQuadraticCost(5e-5, 1e-8))
+    before = make_record([[1, 3]], step=3, seconds=3.0, loss=8.5, samples=[[{1: 75}, {2: 75}]])
+    after = make_record([[2, 2]], step=3, seconds=2.0, loss=8.5, samples=[[{2: 75}, {1: 75}]])
+    print_pair(before, after)
+    print_resumed(after)
+    assert capsys.readouterr().out == (
+        "  measured cost: 50.0 us a token + 10.00 ns a pair of tokens in a document (equal at 5,000 tokens)\n"
+        "\n"
+        "                                    efficiency               moved\n"
+        "step  layout     seconds  tokens/s  predicted   measured   tokens  padding      loss\n"
+        "   3  reference     3.00        50      0.667      0.667        -    25.0%   8.50000\n"
+        "   3  balanced      2.00        75      1.000      1.000   100.0%    25.0%   8.50000\n"
+        "   3  2 ranks       2.00        75      1.000      1.000        -    25.0%   8.50000\n"
+    )
