@@ -11,7 +11,8 @@ __all__ = ["makespan_bound"]
 
 Float = npt.NDArray[np.float64]
 _SHARES = 8  # rows are considered with room for at most 1, 2, ... this many large samples
-_PRICES = 12  # prices of a token that are tried
+_PRICES = 16  # prices of a token that are tried
+_THRESHOLDS = 4  # sizes below half a row that are tried as the smallest that no giant leaves room for
 _MOST_GIANTS = 4096  # more are not looked at one by one
 _LEVELS = 1 + np.array([0, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 3, np.inf])
 
@@ -34,7 +35,8 @@ def _stage_bound(problem: Problem, cost: Int) -> float:
     # The bound grows with every T_k, because T_k adds itself to the sum and at most ranks * T_k to what is held.
     best = floor + np.maximum(total - _held(problem, cost, floor), 0.0) / ranks
     if problem.rows == 1 and ranks > 1:
-        best = np.maximum(best, _beside_giants(problem, cost, floor, total))
+        for threshold in _thresholds(problem):
+            best = np.maximum(best, _beside_giants(problem, cost, floor, total, threshold))
     return max(total / ranks, float(best.max()))
 
 
@@ -55,7 +57,22 @@ def _floors(problem: Problem, cost: Int) -> Int:
     best[0] = max(int(best[0]), _pigeonhole(cost, problem.slots), int(cost.max(initial=0)))
     if problem.rows == 1:
         best[0] = max(int(best[0]), _crowded(problem, cost))
+        for threshold in _thresholds(problem)[1:]:
+            # No two of the samples that leave no room for this one share a row, nor does one of them with it.
+            alone = cost[tokens > cap - threshold]
+            large = np.sort(np.append(alone, cost[tokens == threshold].max()))[::-1]
+            inside = before < len(large)
+            best[inside] = np.maximum(best[inside], large[before[inside]])
     return np.maximum.accumulate(best[::-1])[::-1]
+
+
+def _thresholds(problem: Problem) -> list[int]:
+    """Half a row and a bit, and token counts of samples between a third and a half of it, the largest first."""
+    tokens, cap = problem.weights[0], int(problem.limits[0])
+    medium = np.unique(tokens[(tokens * 3 > cap) & (tokens * 2 <= cap)])[::-1]
+    if len(medium) > _THRESHOLDS:
+        medium = medium[np.linspace(0, len(medium) - 1, _THRESHOLDS).astype(np.int64)]
+    return [cap // 2 + 1, *medium.tolist()]
 
 
 def _pigeonhole(cost: Int, slots: int) -> int:
@@ -101,39 +118,50 @@ def _held(problem: Problem, cost: Int, floor: Float) -> Float:
     return np.minimum(problem.ranks * floor, most + int(cost[tokens == 0].sum()))
 
 
-def _beside_giants(problem: Problem, cost: Int, floor: Float, total: int) -> Float:
+def _beside_giants(problem: Problem, cost: Int, floor: Float, total: int, threshold: int) -> Float:
     """The bound for one row per slot, where a giant leaves tokens of its row unused; float64 ``[groups]``.
 
-    A row holds at most one sample above half a row, and beside it no more than the level T_1 allows. With a price on
-    tokens, what rows hold is at most the surplus of all smaller samples over the price, and for each row its large
-    sample and the price of the tokens it can use (Lagrangian relaxation). For T_1 between two levels, the lower one
-    counts for the sum and the higher one for what is held.
+    A giant leaves no room for a sample of ``threshold`` tokens, so a row holds one giant, or at most two medium samples
+    (between the two), and small ones; beside a giant no more than the level T_1 allows. With a price on tokens, what
+    rows hold is at most the surplus of all small samples over the price, and for each row its giant, or the surplus of
+    its medium samples, and the price of the tokens it can use (Lagrangian relaxation). For T_1 between two levels, the
+    lower one counts for the sum and the higher one for what is held.
     """
     tokens, cap, ranks = problem.weights[0], int(problem.limits[0]), problem.ranks
-    large = tokens * 2 > cap
-    if not 0 < large.sum() < min(len(large), _MOST_GIANTS + 1):
+    giant, small = tokens > cap - threshold, tokens < threshold
+    if tokens.max() * 2 <= cap or giant.sum() > _MOST_GIANTS or not (small & (tokens > 0)).any():
         return np.zeros(problem.groups)
-    small_cost, small_tokens = cost[~large].astype(np.float64), tokens[~large].astype(np.float64)
+    small_cost, small_tokens = cost[small].astype(np.float64), tokens[small].astype(np.float64)
     used = small_tokens > 0
-    if not used.any():
-        return np.zeros(problem.groups)
     density = np.sort(small_cost[used] / small_tokens[used])
-    price = density[np.unique(np.linspace(0, len(density) - 1, 4 * _PRICES).astype(np.int64)[-3 * _PRICES :])]
+    price = density[np.unique(np.linspace(len(density) // 4, len(density) - 1, _PRICES).astype(np.int64))]
     surplus = np.maximum(small_cost - price[:, None] * small_tokens, 0.0).sum(axis=1)
     level = np.float64(floor[0]) * _LEVELS
-    large_cost, large_tokens = cost[large].astype(np.float64), tokens[large].astype(np.float64)
+    giant_cost, giant_tokens = cost[giant].astype(np.float64), tokens[giant].astype(np.float64)
     with np.errstate(divide="ignore", invalid="ignore"):
-        room = np.minimum(cap - large_tokens, np.maximum(level[1:, None] - large_cost, 0.0) / density[0])
+        room = np.minimum(cap - giant_tokens, np.maximum(level[1:, None] - giant_cost, 0.0) / density[0])
     room = np.nan_to_num(room, nan=0.0, posinf=cap)
-    value = large_cost + price[:, None, None] * room
     plain = (price * cap)[:, None, None]
+    value = np.maximum(giant_cost + price[:, None, None] * room, plain)
+    medium = ~giant & ~small
+    if medium.any():
+        pairs = _pair_surplus(cost[medium] - price[:, None] * tokens[medium])[:, None, :] + plain
+        value = np.concatenate((value, np.broadcast_to(pairs, (*value.shape[:2], pairs.shape[2]))), axis=2)
     rows = np.arange(1, problem.groups + 1) * ranks
-    best = -np.sort(-np.maximum(value, plain), axis=2)[:, :, : int(rows[-1])]
+    best = -np.sort(-value, axis=2)[:, :, : int(rows[-1])]
     held = np.concatenate((np.zeros((*best.shape[:2], 1)), np.cumsum(best, axis=2)), axis=2)
     inside = np.minimum(rows, best.shape[2])
     held = held[:, :, inside] + plain * (rows - inside) + surplus[:, None, None]
     rest = np.maximum(total - held.min(axis=0), 0.0) / ranks
     return np.asarray((level[:-1, None] - level[0] + floor + rest).min(axis=0), dtype=np.float64)
+
+
+def _pair_surplus(surplus: Float) -> Float:
+    """The largest surpluses two by two, float64 ``[prices, pairs]`` of float64 ``[prices, samples]``."""
+    ordered = -np.sort(-np.maximum(surplus, 0.0), axis=1)
+    if ordered.shape[1] % 2:
+        ordered = np.concatenate((ordered, np.zeros((len(ordered), 1))), axis=1)
+    return np.asarray(ordered.reshape(len(ordered), -1, 2).sum(axis=2), dtype=np.float64)
 
 
 def _from_zero(values: Int) -> Int:

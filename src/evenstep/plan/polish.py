@@ -47,7 +47,7 @@ def _fill_up(state: SwapTable, hard_groups: int, soft: Int) -> None:
             return
         givers = soft[np.argsort(-load[soft], kind="stable")]
         givers = np.roll(givers, -turn * len(takers))[: len(takers)]
-        state.exchange(givers, takers, slack[takers][None, :])
+        state.exchange(givers, takers, slack[takers][None, :], turn)
 
 
 def _even_out(state: SwapTable, soft: Int) -> None:
@@ -60,7 +60,7 @@ def _even_out(state: SwapTable, soft: Int) -> None:
             lower = np.roll(lower, turn * 7 % half)
         if stages == 1 and not _worthwhile(state, ranked):
             return
-        idle = 0 if _level(state, upper, lower) else idle + 1
+        idle = 0 if _level(state, upper, lower, turn) else idle + 1
         if idle > stages:
             return
 
@@ -76,17 +76,17 @@ def _sharpen(state: SwapTable, soft: Int) -> None:
         groups = ranked.reshape(-1, ranks)
         upper, lower = groups[:, :pairs], groups[:, ranks - pairs :]
         lower = np.roll(lower[:, ::-1], turn, axis=1)
-        idle = 0 if _level(state, upper.reshape(-1), lower.reshape(-1)) else idle + 1
+        idle = 0 if _level(state, upper.reshape(-1), lower.reshape(-1), turn) else idle + 1
         if idle > max(stages, min(pairs, 4)):
             return
 
 
-def _level(state: SwapTable, upper: Int, lower: Int) -> int:
+def _level(state: SwapTable, upper: Int, lower: Int, turn: int) -> int:
     want = (state.load[:, upper] - state.load[:, lower]) // 2
     useful = np.abs(want).sum(axis=0) > 0
     if not useful.any():
         return 0
-    return state.exchange(upper[useful], lower[useful], want[:, useful])
+    return state.exchange(upper[useful], lower[useful], want[:, useful], turn)
 
 
 def _worthwhile(state: SwapTable, ranked: Int) -> bool:

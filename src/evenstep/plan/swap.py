@@ -45,7 +45,7 @@ class SwapTable:
         self.keep_filled = problem.size >= problem.num_rows
         self.table = _table(problem, slot)
 
-    def exchange(self, giver: Int, taker: Int, want: Int) -> int:
+    def exchange(self, giver: Int, taker: Int, want: Int, turn: int = 0) -> int:
         """Let each pair of slots exchange samples, so that about ``want`` cost goes from giver to taker.
 
         Args:
@@ -53,13 +53,14 @@ class SwapTable:
             taker: Distinct slots, none of them a giver.
             want: Cost to transfer in each stage, int64 ``[stages, pairs]``. A pair changes only if the miss, summed
                 over stages, becomes less than the whole of it; so at most twice as much is transferred.
+            turn: Odd turns try other offers than even ones.
 
         Returns:
             The number of pairs that changed.
         """
         cells = _CELLS if self.problem.slots > _SMALL else 2 * _CELLS
         offers = int(np.clip(np.sqrt(cells / max(len(giver), 1)), _FEWEST, _MOST))
-        first, second = _offers(self.table.shape[1], offers, self.problem.rows == 1)
+        first, second = _offers(self.table.shape[1], offers, self.problem.rows == 1, turn % 4)
         step = max(1, cells // len(first) ** 2)
         return sum(
             self._exchange(
@@ -177,7 +178,7 @@ def _with_nobody(columns: Int) -> Int:
 
 
 @lru_cache(maxsize=256)
-def _offers(width: int, most: int, pairs: bool) -> tuple[Int, Int]:
+def _offers(width: int, most: int, pairs: bool, turn: int) -> tuple[Int, Int]:
     """At most about ``most`` pairs of places: each alone (with the last, empty one), nothing, then two together."""
     nothing = width - 1
     alone = np.arange(nothing)
@@ -185,9 +186,12 @@ def _offers(width: int, most: int, pairs: bool) -> tuple[Int, Int]:
         alone = alone[np.arange(most - 1) * len(alone) // (most - 1)]
     first, second = np.append(alone, nothing), np.full(len(alone) + 1, nothing)
     if pairs and len(first) < most:
-        # Those of the cheapest samples first: they are the fine adjustment.
         one, two = np.triu_indices(nothing, k=1)
-        chosen = np.argsort(-(one + two), kind="stable")[: most - len(first)]
+        # Those of the cheapest samples are the fine adjustment; others trade one long sample for two short ones.
+        chosen = np.argsort(-(one + two), kind="stable")
+        if turn % 2:
+            chosen = np.roll(chosen, -len(chosen) * turn // 4)[:: max(1, len(chosen) // (most - len(first)))]
+        chosen = chosen[: most - len(first)]
         first, second = np.concatenate((first, one[chosen])), np.concatenate((second, two[chosen]))
     return first, second
 
