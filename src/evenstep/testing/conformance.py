@@ -57,7 +57,7 @@ def _check(fresh: Build, max_items: int) -> None:
     node.reset(None)
     items, states = _run(node, max_items)
     _check_states(states)
-    _check_taking_state(fresh(), items, max_items)
+    _check_taking_state(fresh(), items)
     for cut, state in enumerate(states):
         other = fresh()
         other.reset(json.loads(json.dumps(state)))
@@ -105,7 +105,7 @@ def _shape(state: Any) -> Any:
     return [_shape(value) for value in state] if isinstance(state, list) else None
 
 
-def _check_taking_state(node: BaseNode[Any], items: list[Any], max_items: int) -> None:
+def _check_taking_state(node: BaseNode[Any], items: list[Any]) -> None:
     """The same items come whether the state is taken never, once or twice."""
     node.reset(None)
     for k, expected in enumerate(items):

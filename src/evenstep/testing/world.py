@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -102,13 +103,16 @@ class SimulatedWorld:
         def main(rank: int) -> None:
             try:
                 results[rank] = function(planes[rank], *args)
+                planes[rank].close()
             except BaseException as error:
                 results[rank] = error
                 failed.append(rank)
+                # As at the exit of a process: loaders go, their threads end, the others are told why, and only
+                # then is the rank gone.
+                traceback.clear_frames(error.__traceback__)
+                planes[rank].close()
                 for group in self.groups:
                     group.kill(rank)
-            finally:
-                planes[rank].close()
 
         threads = [
             threading.Thread(target=main, args=(rank,), name=f"rank{rank}", daemon=True)
