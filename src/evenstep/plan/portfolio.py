@@ -15,7 +15,7 @@ from evenstep.plan.packing import best_fit
 from evenstep.plan.polish import polish
 from evenstep.plan.problem import Int, Problem
 from evenstep.plan.refine import refine
-from evenstep.plan.repair import fill_empty_rows, place_left_over
+from evenstep.plan.repair import fill_empty_rows, place_left_over, spill
 
 __all__ = ["run_portfolio"]
 
@@ -74,6 +74,7 @@ def run_portfolio(
 def _repaired(problem: Problem, assign: Callable[[Int], object]) -> tuple[Int, int]:
     row = np.full(problem.size, -1, dtype=np.int64)
     assign(row)
+    spill(problem, row)
     left_over = np.flatnonzero(row < 0)
     if not place_left_over(problem.weights, problem.limits, row, problem.num_rows):
         return row, len(left_over)

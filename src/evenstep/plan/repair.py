@@ -4,13 +4,41 @@ from __future__ import annotations
 
 import numpy as np
 
-from evenstep.plan.problem import Int, Problem, room_in
+from evenstep.plan.problem import Int, Problem, room_in, sums
 
-__all__ = ["fill_empty_rows", "place_left_over"]
+__all__ = ["fill_empty_rows", "place_left_over", "spill"]
+
+_NEVER = np.iinfo(np.int64).max
 
 _GIVE_UP = (
     8  # a share of 1/8 without room is no dead end but a window that is too small, or another packer's job
 )
+
+
+def spill(problem: Problem, row: Int) -> None:
+    """Put samples at -1 where they raise the makespan of a group least, if a row has room; changes ``row``."""
+    left_over = np.flatnonzero(row < 0)
+    if not len(left_over):
+        return
+    placed = np.flatnonzero(row >= 0)
+    free = problem.limits[:, None] - np.stack(
+        [sums(weight[placed], row[placed], problem.num_rows) for weight in problem.weights]
+    )
+    load = sums(problem.work[placed], row[placed] // problem.rows, problem.slots)
+    makespan = load.reshape(problem.groups, problem.ranks).max(axis=1)
+    over = np.repeat(load - np.repeat(makespan, problem.ranks), problem.rows)
+    for sample in left_over[np.argsort(-problem.work[left_over], kind="stable")].tolist():
+        fits = room_in(free, problem.weights[:, sample])
+        best = int(np.where(fits, over, _NEVER).argmin())
+        if not fits[best]:
+            continue
+        row[sample] = best
+        free[:, best] -= problem.weights[:, sample]
+        slot, group = best // problem.rows, best // (problem.rows * problem.ranks)
+        over[slot * problem.rows : (slot + 1) * problem.rows] += problem.work[sample]
+        if over[best] > 0:
+            width = problem.rows * problem.ranks
+            over[group * width : (group + 1) * width] -= over[best]
 
 
 def place_left_over(weights: Int, limits: Int, row: Int, rows: int) -> bool:
@@ -51,7 +79,7 @@ def _tightest(free: Int, need: Int, without: int = -1) -> int:
     fits = room_in(free, need)
     if without >= 0:
         fits[without] = False
-    best = int(np.where(fits, free[0], np.iinfo(np.int64).max).argmin())
+    best = int(np.where(fits, free[0], _NEVER).argmin())
     return best if bool(fits[best]) else -1
 
 
