@@ -11,12 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from evenstep.comm.communicator import Abandoned
+from evenstep.comm.communicator import Abandoned, Launcher, launch_here
 from evenstep.errors import RemoteRankError
 
 __all__ = ["ProcessGroupCommunicator"]
 
 POLL = timedelta(milliseconds=200)  # how soon a waiting thread hears that its rank shuts down
+_DEVICE_POLL = 0.0005  # seconds between two looks at a collective that an accelerator runs
 
 # torch 2.13 renamed it and deprecates the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -53,6 +54,7 @@ class ProcessGroupCommunicator:
         self._inner = [inner.index(rank) for rank in self.ranks]  # torch's position at each of ours
         self._in_order = self._inner == sorted(self._inner)
         self.device = device
+        self.launcher: Launcher = launch_here
         self._group = group
         self._timeout = timeout
         self._name = name
@@ -63,7 +65,8 @@ class ProcessGroupCommunicator:
         """See `Communicator.all_gather`."""
         source = row.to(self.device)
         out = torch.empty(len(self.ranks) * row.numel(), dtype=torch.uint8, device=self.device)
-        self._run(lambda: _all_gather(out, source, group=self._group, async_op=True), [out, source])
+        start = lambda: _all_gather(out, source, group=self._group, async_op=True)  # noqa: E731
+        self._run("all_gather", start, [out, source])
         rows = out.cpu().view(len(self.ranks), row.numel())
         return rows if self._in_order else rows[self._inner]
 
@@ -71,7 +74,8 @@ class ProcessGroupCommunicator:
         """See `Communicator.broadcast`; a buffer that already lies on the group's device is used in place."""
         staged = buffer.to(self.device)
         origin = self.ranks[source]
-        self._run(lambda: dist.broadcast(staged, src=origin, group=self._group, async_op=True), [staged])
+        start = lambda: dist.broadcast(staged, src=origin, group=self._group, async_op=True)  # noqa: E731
+        self._run("broadcast", start, [staged])
         if staged is not buffer and source != self.position:
             buffer.copy_(staged)
 
@@ -88,6 +92,7 @@ class ProcessGroupCommunicator:
         if self.device.type != "cpu":
             incoming = torch.empty(receive.numel(), dtype=torch.uint8, device=self.device)
         self._run(
+            "all_to_all",
             lambda: dist.all_to_all_single(
                 incoming, outgoing, receive_splits, send_splits, group=self._group, async_op=True
             ),
@@ -100,13 +105,15 @@ class ProcessGroupCommunicator:
         """See `Communicator.abandon`."""
         self._leaving.set()
 
-    def _run(self, launch: Callable[[], Any], buffers: list[torch.Tensor]) -> None:
+    def _run(self, name: str, start: Callable[[], Any], buffers: list[torch.Tensor]) -> None:
         if self._failure is not None:
             raise self._failure
         if self._leaving.is_set():
             raise self._give_up(None, buffers, self._left())
         try:
-            work = launch()
+            work = self.launcher(name, start)
+        except Abandoned as error:
+            raise self._give_up(None, buffers, error) from None
         except (RuntimeError, ValueError) as error:  # the group is gone, or a peer is
             raise self._give_up(None, buffers, self._lost(error)) from error
         try:
@@ -125,6 +132,9 @@ class ProcessGroupCommunicator:
                 raise self._left()
             if time.monotonic() > deadline:
                 raise self._late()
+            if self.device.type != "cpu":
+                time.sleep(_DEVICE_POLL)  # a timed wait of NCCL that runs out aborts the group
+                continue
             try:
                 work.wait(POLL)
             except RuntimeError:
@@ -154,9 +164,12 @@ class ProcessGroupCommunicator:
         )
 
     def _lost(self, error: Exception) -> Exception:
+        detail = str(error).split(". This is typically")[0]  # gloo goes on with advice of its own
+        if "timed out" in detail.lower():  # its clock is a little faster than ours
+            return self._late()
         return RemoteRankError(
-            f"the connection to a rank of {self.ranks} in the {self._name} group broke: a process died or destroyed "
-            f"its process group. Look for the first error of another rank. ({error})",
+            f"the connection to a rank of {self.ranks} in the {self._name} group broke: a process died, left or "
+            f"destroyed its process group. Look for the first error of another rank. ({detail})",
             error_type=type(error).__name__,
-            error_message=str(error),
+            error_message=detail,
         )
