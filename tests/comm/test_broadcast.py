@@ -249,7 +249,7 @@ def test_the_structure_is_told_once_however_sizes_and_values_change() -> None:
 
     talk(spy, 6)
     assert [b'"structure"' in document for document in documents] == [True, False, False, False, True, False]
-    assert len(alike) == 8  # one header and one packed buffer each
+    assert alike == [2048] * 4
 
 
 def test_a_declared_structure_is_never_told() -> None:
@@ -263,7 +263,7 @@ def test_a_declared_structure_is_never_told() -> None:
             wire.send(prepared)
 
     heard, sizes = talk(say, 3, spec=spec)
-    assert len(sizes) == 6
+    assert sizes == [2048] * 3
     assert not any(b"structure" in d or b"int64" in d or b"input_ids" in d for d in documents)
     for step, message in enumerate(heard):
         assert isinstance(message, Message)
@@ -280,21 +280,33 @@ def test_received_tensors_are_writable_and_survive_the_next_batches() -> None:
 
 def test_large_tensors_travel_alone_and_small_ones_together() -> None:
     batch = {
-        "large": torch.arange(1 << 17),
-        "strided": torch.arange(1 << 18).view(-1, 2)[:, 0],
+        "large": torch.arange(1 << 18),
+        "strided": torch.arange(1 << 19).view(-1, 2)[:, 0],
         **{str(i): torch.full((100,), i) for i in range(12)},
     }
-    heard, sizes = talk(send_all(batch), 1)
-    assert isinstance(heard[0], Message)
-    assert_same(batch, heard[0].batch)
-    assert sizes == [2048, 11 * 832 + 800, 1 << 20, 1 << 20]
+    heard, sizes = talk(send_all(batch, batch, batch), 3)
+    for message in heard:
+        assert isinstance(message, Message)
+        assert_same(batch, message.batch)
+    first = [2048, 11 * 832 + 800, 1 << 21, 1 << 21]
+    assert sizes == [*first, 12288, 1 << 21, 1 << 21, 10240, 1 << 21, 1 << 21]
 
 
-def test_a_message_that_does_not_fit_makes_room_for_the_next() -> None:
-    batches = [{"text": "x" * 5000}, {"text": "y" * 5000}, {"text": "z"}]
-    heard, sizes = talk(send_all(*batches), 3)
-    assert [m.batch for m in heard if isinstance(m, Message)] == batches
-    assert (sizes[0], sizes[2:]) == (2048, [8192, 8192])
+def test_a_message_that_does_not_fit_makes_room_for_the_next_for_a_while() -> None:
+    texts = [{"text": "x" * 5000}, {"text": "y" * 5000}, {"text": "z"}, {"text": "z"}]
+    heard, sizes = talk(send_all(*texts), 4)
+    assert [m.batch for m in heard if isinstance(m, Message)] == texts
+    assert (sizes[0], sizes[2:]) == (2048, [6144, 6144, 4096])
+    _, sizes = talk(send_all(*texts, *[{}] * 30), 34)
+    assert sizes[-1] == 2048
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.tuples(st.integers(0, 9000), st.integers(0, 9000)), max_size=6))
+def test_messages_of_any_sizes_follow_each_other(lengths: list[tuple[int, int]]) -> None:
+    batches = [{"s": "x" * text, "t": torch.arange(size)} for text, size in lengths]
+    for sent, got in zip(batches, received(*batches), strict=True):
+        assert_same(sent, got)
 
 
 def test_an_end_brings_its_state() -> None:

@@ -8,15 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from torchdata.nodes import BaseNode
 
 from evenstep.comm.batch_spec import BatchSpec, TensorSpec
 from evenstep.comm.communicator import Communicator, SoloCommunicator
+from evenstep.comm.plane import DataPlane
 from evenstep.comm.simulated import SimulatedGroup
 from evenstep.cursor import Cursor
 from evenstep.errors import RemoteRankError
 from evenstep.nodes.model_broadcast import ModelBroadcast
 from evenstep.samples import BatchInfo
+from evenstep.testing import run_ranks
 from evenstep.topology import Topology
 
 Result = tuple[Any, dict[str, Any]]
@@ -299,3 +302,58 @@ def test_on_every_mesh_each_replica_gets_the_batches_of_its_constructor(
     assert sorted(got) == list(range(world))
     for ranks in replicas:
         assert all(got[rank] == got[ranks[0]] and len(got[rank]) == 3 for rank in ranks)
+
+
+class Large(Source):
+    """Small and large, strided and empty tensors, which tell who made them."""
+
+    def __init__(self, rank: int, may_pull: bool) -> None:
+        super().__init__(may_pull=may_pull)
+        self.rank = rank
+
+    def next(self) -> Any:
+        position = super().next()["info"].step
+        return {
+            "small": torch.full((3 + position, 2), self.rank, dtype=torch.int16).T,
+            "large": torch.arange(1 << 19) + self.rank,
+            "none": torch.empty(0, 4, dtype=torch.bfloat16),
+            "text": f"{self.rank}.{position}",
+            "raw": np.arange(position),
+        }
+
+
+def over_gloo(rank: int) -> list[Any]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))
+    plane = DataPlane.from_mesh(mesh)
+    node = ModelBroadcast(Large(rank, plane.is_constructor), plane)
+    seen: list[Any] = []
+    for _ in range(2):
+        node.reset()
+        kept = list(node)
+        for batch in kept:
+            small, large = batch["small"], batch["large"]
+            seen.append(
+                (
+                    batch["text"],
+                    small.shape,
+                    small.dtype,
+                    small.unique().tolist(),
+                    int((large - rank % 2).sum()),
+                )
+            )
+            assert batch["none"].shape == (0, 4)
+            assert batch["raw"].dtype == np.int64
+    plane.close()
+    return seen
+
+
+@pytest.mark.gloo
+def test_the_same_over_gloo() -> None:
+    results = run_ranks(over_gloo, 4)
+    total = sum(range(1 << 19))
+    for rank, seen in enumerate(results):
+        constructor = rank % 2
+        assert seen == 2 * [
+            (f"{constructor}.{i}", torch.Size([2, 3 + i]), torch.int16, [constructor], total)
+            for i in range(3)
+        ]

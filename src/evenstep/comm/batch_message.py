@@ -4,41 +4,64 @@ from __future__ import annotations
 
 import json
 import struct
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from evenstep.comm.buffers import BufferPool
 from evenstep.comm.communicator import Communicator
 from evenstep.errors import RemoteRankError, WireFormatError
 
-__all__ = ["BATCH", "CONSTRUCTOR", "END", "ERROR", "MessageChannel"]
+__all__ = ["BATCH", "CONSTRUCTOR", "END", "ERROR", "Heard", "MessageChannel"]
 
 BATCH, END, ERROR = 1, 2, 3
 
 CONSTRUCTOR = 0  # its position in the group
 _HEADER = struct.Struct(
-    "<4sB3xIIQQ"
-)  # magic, kind, stream, bytes of JSON, number, bytes of the whole message
+    "<4sB3xIIIQQ"
+)  # magic, kind, stream, bytes of JSON, of opaque data, number, bytes of the tail
 _MAGIC = b"evmb"
-_FIRST_CAPACITY = 2048
-_LAST_CAPACITY = 1 << 16
+_ALIGNMENT = 64
+_SMALLEST = 2048
+_LARGEST_INLINE = 8 << 20  # beyond, a broadcast of its own costs next to nothing, and rounding up costs bytes
+
+
+@dataclass(slots=True)
+class Heard:
+    """One message as it came.
+
+    Attributes:
+        kind: BATCH, END or ERROR.
+        told: Its document.
+        extra: Its opaque bytes.
+        tail: uint8 ``[n]``; a view that stays valid for as long as it is kept.
+    """
+
+    kind: int
+    told: dict[str, Any]
+    extra: bytes
+    tail: torch.Tensor
 
 
 class MessageChannel:
     """One rank's end of a channel from position 0 to all others.
 
-    A message is a header (magic, kind, stream, number, lengths), a JSON document and opaque bytes. The first
-    broadcast has a size that both sides know; a message that is longer goes on in a second one, and the next of
-    its size will fit.
+    A message is a header (magic, kind, stream, number, lengths), a JSON document, opaque bytes and a tail of tensor
+    bytes. The first broadcast has a size that both sides know from the message before. What does not fit goes on in
+    further broadcasts, and the next message of that size will fit: one broadcast for a batch of small tensors.
 
     Args:
         communicator: The ranks of the replica.
+        pool: Memory for messages; a tail is a view into it.
     """
 
-    def __init__(self, communicator: Communicator) -> None:
+    def __init__(self, communicator: Communicator, pool: BufferPool) -> None:
         self._communicator = communicator
-        self._capacity = _FIRST_CAPACITY
+        self._pool = pool
+        self._capacity = _SMALLEST
         self._number = 0
         self._stream = 0
 
@@ -46,34 +69,44 @@ class MessageChannel:
         """The next message is the first of another stream (an epoch, a loaded state)."""
         self._stream = (self._stream + 1) & 0xFFFFFFFF
 
-    def post(self, kind: int, document: bytes, extra: bytes = b"") -> None:
-        """Send one message."""
-        size = _HEADER.size + len(document) + len(extra)
-        head = _HEADER.pack(_MAGIC, kind, self._stream, len(document), self._number, size)
-        capacity = self._capacity
+    def post(
+        self,
+        kind: int,
+        document: bytes,
+        extra: bytes = b"",
+        tail: int = 0,
+        fill: Callable[[torch.Tensor], object] | None = None,
+    ) -> None:
+        """Send one message; ``fill`` writes its tail into the uint8 ``[tail]`` that it is given."""
+        head = _HEADER.pack(_MAGIC, kind, self._stream, len(document), len(extra), self._number, tail)
+        body = len(head) + len(document) + len(extra)
+        sizes = self._sizes(body, tail)
         self._number += 1
-        message = torch.zeros(max(size, capacity), dtype=torch.uint8)
-        message.numpy()[:size] = np.frombuffer(head + document + extra, np.uint8)
-        self._communicator.broadcast(message[:capacity], CONSTRUCTOR)
-        if size > capacity:
-            self._communicator.broadcast(message[capacity:], CONSTRUCTOR)
-        self._capacity = _next_capacity(capacity, size)
+        message = self._pool.take(max(sizes.first, body))
+        message.numpy()[:body] = np.frombuffer(head + document + extra, np.uint8)
+        if sizes.tail_at is not None and fill is not None:
+            fill(message[sizes.tail_at : sizes.tail_at + tail])
+        self._communicator.broadcast(message[: sizes.first], CONSTRUCTOR)
+        if body > sizes.first:
+            self._communicator.broadcast(message[sizes.first :], CONSTRUCTOR)
+        if sizes.tail_at is None and fill is not None:
+            alone = self._pool.take(tail)
+            fill(alone)
+            self._communicator.broadcast(alone, CONSTRUCTOR)
 
-    def listen(self) -> tuple[int, dict[str, Any], bytes]:
-        """Wait for the next message: its kind, document and opaque bytes.
+    def listen(self) -> Heard:
+        """Wait for the next message.
 
         Raises:
             RemoteRankError: The constructor is in another stream, or is gone.
             WireFormatError: What came is no message, or not the next one.
         """
-        capacity = self._capacity
-        message = torch.empty(capacity, dtype=torch.uint8)
+        message = self._pool.take(self._capacity)
         self._communicator.broadcast(message, CONSTRUCTOR)
         sender = self._communicator.ranks[CONSTRUCTOR]
         head = message[: _HEADER.size].numpy().tobytes()
-        magic, kind, stream, length, number, size = _HEADER.unpack(head)
-        known = magic == _MAGIC and kind in (BATCH, END, ERROR)
-        if not known or number != self._number or size < _HEADER.size + length:
+        magic, kind, stream, length, opaque, number, tail = _HEADER.unpack(head)
+        if magic != _MAGIC or kind not in (BATCH, END, ERROR) or number != self._number:
             raise WireFormatError(
                 f"rank {sender} sent no header of message {self._number}: its program does other collectives in the group "
                 "of this data-parallel replica, which belongs to the loader alone"
@@ -86,16 +119,38 @@ class MessageChannel:
                 rank=sender,
             )
         self._number += 1
-        if size > capacity:
-            rest = torch.empty(size - capacity, dtype=torch.uint8)
-            self._communicator.broadcast(rest, CONSTRUCTOR)
-            message = torch.cat([message, rest])
-        self._capacity = _next_capacity(capacity, size)
-        data = message.numpy()[_HEADER.size : size].tobytes()
-        return kind, json.loads(data[:length]), data[length:]
+        body = _HEADER.size + length + opaque
+        sizes = self._sizes(body, tail)
+        data = message[_HEADER.size : min(body, sizes.first)].numpy().tobytes()
+        if body > sizes.first:
+            data += self._receive(body - sizes.first).numpy().tobytes()
+        if sizes.tail_at is None:
+            bytes_of_tail = self._receive(tail)
+        else:
+            bytes_of_tail = message[sizes.tail_at : sizes.tail_at + tail]
+        return Heard(kind, json.loads(data[:length]), data[length:], bytes_of_tail)
+
+    def _receive(self, nbytes: int) -> torch.Tensor:
+        buffer = self._pool.take(nbytes)
+        self._communicator.broadcast(buffer, CONSTRUCTOR)
+        return buffer
+
+    def _sizes(self, body: int, tail: int) -> _Sizes:
+        """How a message is cut, and the capacity of the next one: the same on both sides."""
+        first = self._capacity
+        tail_at = -(-body // _ALIGNMENT) * _ALIGNMENT
+        needed = tail_at + tail if tail <= _LARGEST_INLINE else body
+        # Sizes that go up and down do not make every second message too long.
+        self._capacity = max(_round_up(needed), _round_up(first - max(first // 8, _SMALLEST)))
+        return _Sizes(first, tail_at if tail_at + tail <= first or not tail else None)
 
 
-def _next_capacity(capacity: int, size: int) -> int:
-    while capacity < min(size, _LAST_CAPACITY):
-        capacity *= 2
-    return capacity
+class _Sizes(NamedTuple):
+    first: int  # bytes of the first broadcast
+    tail_at: int | None  # where the tail begins in it; None if it travels alone
+
+
+def _round_up(nbytes: int) -> int:
+    """To one of 32 to 64 sizes between powers of two: at most a thirtieth is wasted."""
+    step = max(_SMALLEST, 1 << max(nbytes.bit_length() - 6, 0))
+    return -(-nbytes // step) * step

@@ -25,13 +25,16 @@ from evenstep.comm.batch_structure import (
     rebuild,
     tensor_kinds,
 )
-from evenstep.comm.batch_tensors import TensorBroadcast
+from evenstep.comm.batch_tensors import Layout, TensorBroadcast
+from evenstep.comm.buffers import BufferPool
 from evenstep.comm.codec import PayloadCodec
 from evenstep.comm.communicator import Communicator
 from evenstep.comm.rounds import describe_error, remote_error
 from evenstep.errors import ConfigMismatch, RemoteRankError, WireFormatError
 
 __all__ = ["BatchBroadcast", "Message", "Prepared"]
+
+_POOL_BYTES = 1 << 28
 
 
 @dataclass(slots=True)
@@ -58,7 +61,7 @@ class Prepared:
     document: bytes
     extra: bytes
     tensors: list[torch.Tensor]
-    kinds: list[TensorKind]
+    layout: Layout
     structure: bytes
 
 
@@ -74,8 +77,9 @@ class BatchBroadcast:
         self._ranks = communicator.ranks
         self._rank = communicator.ranks[communicator.position]
         self._spec = spec
-        self._channel = MessageChannel(communicator)
-        self._tensors = TensorBroadcast(communicator)
+        pool = BufferPool(_POOL_BYTES)
+        self._channel = MessageChannel(communicator, pool)
+        self._tensors = TensorBroadcast(communicator, pool)
         self._codec = PayloadCodec()
         self._structure = b""  # what the peers were told last
         self._node: list[Any] = []
@@ -106,14 +110,21 @@ class BatchBroadcast:
             told["shapes"] = [list(tensor.shape) for tensor in leaves.tensors]
             if structure != self._structure:
                 told["structure"] = node
-        extra = self._encode(leaves)
-        return Prepared(_to_json(told), extra, leaves.tensors, tensor_kinds(node), structure)
+        layout = Layout(tensor_kinds(node), [tensor.shape for tensor in leaves.tensors])
+        return Prepared(_to_json(told), self._encode(leaves), leaves.tensors, layout, structure)
 
     def send(self, prepared: Prepared) -> None:
         """Broadcast a batch."""
-        self._channel.post(BATCH, prepared.document, prepared.extra)
+        layout, tensors = prepared.layout, prepared.tensors
+        self._channel.post(
+            BATCH,
+            prepared.document,
+            prepared.extra,
+            layout.host.nbytes,
+            (lambda out: layout.pack_host(tensors, out)) if layout.host.nbytes else None,
+        )
         self._structure = prepared.structure
-        self._tensors.send(prepared.tensors, prepared.kinds)
+        self._tensors.send(tensors, layout)
 
     def send_end(self, state: dict[str, Any]) -> None:
         """Tell the peers that the stream has ended."""
@@ -135,18 +146,25 @@ class BatchBroadcast:
             ConfigMismatch: It has another specification.
             WireFormatError: It sent something else.
         """
-        kind, told, extra = self._channel.listen()
-        if kind == END:
+        heard = self._channel.listen()
+        told = heard.told
+        if heard.kind == END:
             return Message(state=told["state"], is_end=True)
-        if kind == ERROR:
+        if heard.kind == ERROR:
             return Message(error=_told_error(told))
         shapes = self._shapes(told)
         leaves = Leaves()
         leaves.scalars = told["scalars"]
         if told["others"]:
-            buffer = torch.from_numpy(np.frombuffer(extra, np.uint8).copy())
+            buffer = torch.from_numpy(np.frombuffer(heard.extra, np.uint8).copy())
             leaves.others = self._codec.decode(buffer, told["others"])
-        leaves.tensors = self._tensors.receive(self._kinds, shapes)
+        layout = Layout(self._kinds, shapes)
+        if layout.host.nbytes != len(heard.tail):
+            raise WireFormatError(
+                f"rank {self._ranks[CONSTRUCTOR]} sent {len(heard.tail)} bytes of small tensors, its own table of sizes says "
+                f"{layout.host.nbytes}"
+            )
+        leaves.tensors = self._tensors.receive(self._kinds, shapes, layout, heard.tail)
         return Message(state=told["state"], batch=rebuild(self._node, leaves))
 
     def _shapes(self, told: dict[str, Any]) -> list[list[int]]:
