@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torchdata.nodes import BaseNode
 
+from evenstep.comm.batch_spec import BatchSpec
 from evenstep.comm.codec import Codec
 from evenstep.comm.plane import DataPlane
 from evenstep.config import LoaderConfig
@@ -31,8 +32,9 @@ from evenstep.nodes import (
     Planner,
     SamplerReader,
 )
+from evenstep.nodes.balance import Balance
+from evenstep.nodes.known import known_metadata
 from evenstep.packing import collate_rows, pack_text, with_oversized
-from evenstep.samples import MetadataTable, SampleMetadata
 from evenstep.sampling import Sampler
 
 if TYPE_CHECKING:
@@ -54,7 +56,10 @@ def build_loader(
     pack: Callable[[Any, int], Any] = pack_text,
     collate: Callable[[list[Any]], Any] = collate_rows,
     cost: CostModel | None = None,
+    explode: Callable[[Any], Iterable[Any]] | None = None,
     codec: Codec | None = None,
+    batch_spec: BatchSpec | None = None,
+    on_balance: Callable[[Balance], object] | None = None,
     start: Cursor | None = None,
     device: torch.device | str | None = None,
 ) -> Loader[Any]:
@@ -66,12 +71,17 @@ def build_loader(
         config: What the loader does; equal on every rank.
         sampler: Which samples make a step; equal on every rank.
         metadata_fn: ``sample -> int | SampleMetadata``; default ``len(sample["input_ids"])``.
-        metadata: Lengths known ahead: integers ``[len(dataset)]``, a sequence of `SampleMetadata`, or a
+        metadata: Lengths known ahead: integers ``[len(dataset)]``, the path of an ``.npy`` file of them, a mapping of
+            columns (``"tokens"``, ``"loss_tokens"``, features by name), a sequence of `SampleMetadata`, or a
             `MetadataTable`. Then each rank reads only the samples that it trains on, and no payload moves.
         pack: ``(samples, seq_len) -> row``.
         collate: ``rows -> batch``.
         cost: Predicts the compute of samples; default `evenstep.cost.LinearQuadraticCost`.
+        explode: ``sample -> documents``, for samples that were packed before: with ``config.repack`` their documents are
+            balanced one by one, else rows stay whole and ``pack`` gets the documents of each.
         codec: How samples travel; default `evenstep.comm.codec.PayloadCodec`.
+        batch_spec: What every batch looks like, so that model-parallel peers need not be told.
+        on_balance: Called with the `Balance` of each window when its first batch is delivered, on the planner rank.
         start: Where a fresh loader begins; default: the beginning of epoch 0.
         device: Where batches go; default: CPU under gloo, else the current accelerator.
 
@@ -85,7 +95,20 @@ def build_loader(
     where = _device(device, config)
     plane = mesh if isinstance(mesh, DataPlane) else _plane(mesh, config, where)
     request = _Request(
-        dataset, config, sampler, metadata_fn, metadata, pack, collate, cost, codec, start, where
+        dataset=dataset,
+        config=config,
+        sampler=sampler,
+        metadata_fn=metadata_fn,
+        metadata=metadata,
+        pack=pack,
+        collate=collate,
+        cost=cost,
+        explode=explode,
+        codec=codec,
+        batch_spec=batch_spec,
+        on_balance=on_balance,
+        start=start,
+        device=where,
     )
     told: dict[str, str] = {}
     problem: Exception | None = None
@@ -99,7 +122,7 @@ def build_loader(
     assert root is not None  # else agree() has raised
     if plane.topology.rank == 0:
         log.info("cost model: %s", describe_cost(DEFAULT_COST if cost is None else cost))
-    return Loader(root)
+    return Loader(root, on_balance=on_balance, log_balance=config.log_balance)
 
 
 def _device(device: torch.device | str | None, config: LoaderConfig) -> torch.device:
@@ -130,7 +153,7 @@ def _plane(mesh: DeviceMesh | None, config: LoaderConfig, device: torch.device) 
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Request:
     """What was asked for, before it is known whether it fits."""
 
@@ -142,7 +165,10 @@ class _Request:
     pack: Callable[[Any, int], Any]
     collate: Callable[[list[Any]], Any]
     cost: CostModel | None
+    explode: Callable[[Any], Iterable[Any]] | None
     codec: Codec | None
+    batch_spec: BatchSpec | None
+    on_balance: Callable[[Balance], object] | None
     start: Cursor | None
     device: torch.device
 
@@ -157,7 +183,9 @@ class _Request:
             "sampler": f"{type(self.sampler).__name__} {stream.to_dict()}, {self.sampler.rows_per_step} rows a step",
             "start": repr(self.start),
             "metadata": "known ahead" if self.metadata is not None else "read",
+            "explode": "given" if self.explode is not None else "none",
             "codec": type(self.codec).__name__,
+            "batch_spec": repr(self.batch_spec),
         }
 
     def _check(self) -> None:
@@ -169,8 +197,16 @@ class _Request:
         for name in ("pack", "collate"):
             if not callable(getattr(self, name)):
                 raise TypeError(f"{name} is {getattr(self, name)!r}, expected a function")
-        if self.metadata_fn is not None and not callable(self.metadata_fn):
-            raise TypeError(f"metadata_fn is {self.metadata_fn!r}, expected a function of a sample")
+        for name, what in (("metadata_fn", "a sample"), ("explode", "a sample"), ("on_balance", "a Balance")):
+            if getattr(self, name) is not None and not callable(getattr(self, name)):
+                raise TypeError(f"{name} is {getattr(self, name)!r}, expected a function of {what}")
+        if self.batch_spec is not None and not isinstance(self.batch_spec, BatchSpec):
+            raise TypeError(f"batch_spec is {self.batch_spec!r}, expected a BatchSpec")
+        if self.explode is not None and self.metadata is not None and self.config.repack:
+            raise ValueError(
+                "explode with repack=True needs the documents of each sample before planning, which metadata does not "
+                "give: choose repack=False to keep the rows whole, or leave metadata out"
+            )
         if self.cost is not None:
             check_model("cost", self.cost)
         if self.start is not None and not isinstance(self.start, Cursor):
@@ -191,35 +227,49 @@ class _Request:
             )
         if self.dataset is None and topology.is_reader and self.metadata is None:
             raise ValueError(f"dataset=None, but rank {topology.rank} reads samples; pass the dataset here")
-        table = None if self.metadata is None else _table(self.metadata, self.sampler)
+        known = None
+        if self.metadata is not None:
+            known = known_metadata(self.metadata, self.sampler.start().dataset_size)
         source: BaseNode[Any] = SamplerReader(
             self.sampler,
             self.dataset,
             plane,
             config,
             metadata_fn=self.metadata_fn,
-            metadata=table,
+            metadata=known,
             cost=self.cost,
             codec=self.codec,
+            explode=self.explode,
             start=self.start,
         )
         if not topology.in_data_plane:
-            return ModelBroadcast(source, plane)
-        if table is None:
+            return ModelBroadcast(source, plane, self.batch_spec)
+        if known is None:
             source = Planner(MetadataGather(source, plane, uneven=config.uneven), plane, config)
             source = PayloadAllToAll(source, plane, config, codec=self.codec)
         else:
             source = Planner(source, plane, config)
-            source = PlannedReader(source, self.dataset, plane, config, metadata_fn=self.metadata_fn)
+            source = PlannedReader(
+                source, self.dataset, plane, config, metadata_fn=self.metadata_fn, explode=self.explode
+            )
         if plane.is_constructor:
-            source = Packer(source, with_oversized(self.pack, config.oversized), self.collate)
+            pack = with_oversized(self.pack, config.oversized)
+            if self.explode is not None and not config.repack:
+                pack = functools.partial(_pack_documents, self.explode, pack)
+            source = Packer(source, pack, self.collate)
             if config.pin_memory:
                 source = PinMemory(source, self.device, cpu_fields=config.cpu_fields)
         if config.host_prefetch != 0:
             source = HostPrefetch(source, config.host_prefetch)
         if plane.is_constructor:
             source = DevicePrefetch(source, self.device, config.device_prefetch, cpu_fields=config.cpu_fields)
-        return ModelBroadcast(source, plane)
+        return ModelBroadcast(source, plane, self.batch_spec)
+
+
+def _pack_documents(
+    explode: Callable[[Any], Iterable[Any]], pack: Callable[[Any, int], Any], samples: list[Any], seq_len: int
+) -> Any:
+    return pack([document for sample in samples for document in explode(sample)], seq_len)
 
 
 def _check_size(dataset: Any, sampler: Sampler) -> None:
@@ -234,23 +284,3 @@ def _check_size(dataset: Any, sampler: Sampler) -> None:
             f"the sampler was made for {expected} samples, the dataset has {len(dataset)}: samples would be missing "
             f"or out of range. Build the sampler with {len(dataset)} samples."
         )
-
-
-def _table(metadata: Any, sampler: Sampler) -> MetadataTable:
-    if isinstance(metadata, MetadataTable):
-        table = metadata
-    elif len(metadata) and isinstance(metadata[0], SampleMetadata):
-        table = MetadataTable.from_samples(metadata)
-    else:
-        lengths = np.asarray(metadata)
-        if lengths.ndim != 1 or lengths.dtype.kind not in "iu":
-            raise TypeError(
-                f"metadata has shape {lengths.shape} and dtype {lengths.dtype}, expected one integer length per sample"
-            )
-        table = MetadataTable.from_tokens(lengths)
-    expected = sampler.start().dataset_size
-    if expected and len(table) != expected:
-        raise ValueError(f"metadata has {len(table)} samples, the sampler was made for {expected}")
-    if (table.tokens < 0).any():
-        raise ValueError(f"metadata gives sample {int(np.argmax(table.tokens < 0))} a negative length")
-    return table

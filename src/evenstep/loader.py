@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
@@ -16,7 +17,12 @@ from evenstep.nodes.stage import upstream
 
 __all__ = ["Loader"]
 
+log = logging.getLogger("evenstep")
+
 T = TypeVar("T")
+
+# Nodes of torchdata that give one item for each that they take.
+_ONE_FOR_ONE = ("Mapper", "ParallelMapper", "_ParallelMapperIter", "PinMemory", "Prefetcher")
 
 
 class Loader(tn.Loader[T], Generic[T]):
@@ -27,10 +33,21 @@ class Loader(tn.Loader[T], Generic[T]):
 
     Args:
         root: The last node of the graph.
+        on_balance: Called with the `Balance` of each window when its first batch is delivered, on the planner rank.
+        log_balance: Log the same to the ``"evenstep"`` logger.
     """
 
-    def __init__(self, root: tn.BaseNode[T]) -> None:
+    def __init__(
+        self,
+        root: tn.BaseNode[T],
+        *,
+        on_balance: Callable[[Balance], object] | None = None,
+        log_balance: bool = False,
+    ) -> None:
         super().__init__(root)
+        self._on_balance = on_balance
+        self._log_balance = log_balance
+        self._told: Balance | None = None
         # Resets that the root has not seen yet. Each is passed on, in order, when an item is asked for: ranks
         # count resets to tell their streams apart, also a rank that skipped one without asking for an item.
         self._resets: list[dict[str, Any] | None] = [None]
@@ -38,6 +55,7 @@ class Loader(tn.Loader[T], Generic[T]):
         self._begun = False
         self._finished = False
         self._closed = False
+        self._error: Exception | None = None
 
     def __iter__(self) -> Iterator[T]:
         """This loader, at the next epoch if the last one has been finished."""
@@ -50,26 +68,59 @@ class Loader(tn.Loader[T], Generic[T]):
         """The next batch."""
         if self._closed or self._finished:
             raise StopIteration
-        self._apply()
+        if self._error is not None:
+            raise self._error
         try:
+            self._apply()
             item: T = next(self.root)
         except StopIteration:
             self._finished = True
             raise
+        except Exception as error:
+            self._error = error  # also of a stock or foreign root, which would go on behind the failure
+            raise
         finally:
             self._loaded = None
+        if self._log_balance or self._on_balance is not None:
+            self._tell_balance()
         return item
 
+    def _tell_balance(self) -> None:
+        """Once a window, where it was planned: also when it was planned long before."""
+        planner = self._planner()
+        balance = self.last_balance
+        if planner is None or not planner.plane.is_planner or balance is None or balance is self._told:
+            return
+        self._told = balance
+        if self._log_balance:
+            told = balance.to_dict()
+            log.info(
+                "balance: %s", " ".join(f"{k}={_short(v)}" for k, v in told.items()), extra={"balance": told}
+            )
+        if self._on_balance is not None:
+            self._on_balance(balance)
+
+    def _planner(self) -> Planner | None:
+        return next((node for node in upstream(self.root) if isinstance(node, Planner)), None)
+
     def __len__(self) -> int:
-        """Batches of a full epoch.
+        """Batches of a full epoch: of the one under way, or after an end of the next one.
 
         Raises:
-            TypeError: The source does not know.
+            TypeError: Nobody knows: the source does not, or a node behind it gives another number of items.
         """
-        source = self._source()
-        if not hasattr(source, "__len__"):
+        source: Any = self._source()
+        if not hasattr(source, "batches_in") and not hasattr(source, "__len__"):
             raise TypeError(f"{type(source).__name__} does not know how many batches an epoch has")
-        return len(source)
+        for node in upstream(self.root):
+            kind = type(node)
+            if kind.__module__.startswith("torchdata.") and kind.__name__ not in _ONE_FOR_ONE:
+                raise TypeError(f"how many batches {kind.__name__} makes of an epoch is not known")
+        if not hasattr(source, "batches_in"):
+            return len(source)
+        epoch: int = find_cursor(self.state_dict())["epoch"]
+        # After an end the next `iter` begins another epoch: what a progress bar asks for before it.
+        return int(source.batches_in(epoch + self._finished))
 
     def state_dict(self) -> dict[str, Any]:
         """The shared cursor: the same on every rank, a copy, taken without waiting.
@@ -97,11 +148,14 @@ class Loader(tn.Loader[T], Generic[T]):
             raise RuntimeError("this loader has been closed; build another one to load a state")
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"a state is a mapping, got {type(state_dict).__name__} {state_dict!r}")
-        state = copy.deepcopy(dict(find_cursor(state_dict)))
+        state = _bare(copy.deepcopy(dict(state_dict)))
+        cursor = find_cursor(state)
+        if cursor is state and _is_foreign(state):
+            state = cursor = Cursor.from_dict(state).to_dict()
         for node in upstream(self.root):
             check = getattr(node, "check_state", None)
             if check is not None:
-                check(state)
+                check(cursor)
         self._go_to(state)
 
     def set_epoch(self, epoch: int) -> None:
@@ -116,9 +170,8 @@ class Loader(tn.Loader[T], Generic[T]):
             raise ValueError(f"epoch={epoch}, expected an integer >= 0")
         if self._closed:
             raise RuntimeError("this loader has been closed; build another one to train on")
-        state = self.state_dict()
-        bare = {key: value for key, value in state.items() if key != "source"}
-        cursor = Cursor.from_dict(bare)
+        state = find_cursor(self.state_dict())
+        cursor = Cursor.from_dict(_without_source(state))
         if epoch != cursor.epoch:
             started = cursor.consumed_samples or cursor.micro_batch
             if started and not self._finished and not self._at_end(cursor):
@@ -145,7 +198,7 @@ class Loader(tn.Loader[T], Generic[T]):
     @property
     def last_balance(self) -> Balance | None:
         """Balance of the window that the last batch belongs to; None on ranks that did not plan it."""
-        planner = next((node for node in upstream(self.root) if isinstance(node, Planner)), None)
+        planner = self._planner()
         if planner is None or self._loaded is not None or not self._begun:
             return None
         return planner.balance_before(find_cursor(self.root.state_dict()))
@@ -206,6 +259,7 @@ class Loader(tn.Loader[T], Generic[T]):
         self._resets.append(state)
         self._loaded = state
         self._finished = False
+        self._error = None
 
     def _apply(self) -> None:
         """Pass on the resets that have been waiting."""
@@ -215,20 +269,32 @@ class Loader(tn.Loader[T], Generic[T]):
             self.root.reset(state if state is None else _wrapped(state, self.root))
 
 
+def _without_source(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The cursor without the rank-local state that may ride beside it."""
+    return {key: value for key, value in state.items() if key != "source"}
+
+
+def _is_foreign(state: Mapping[str, Any]) -> bool:
+    """Whether ``state`` is a position under the names of another loader."""
+    return "consumed_samples" not in state
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
 def _bare(state: Any) -> Any:
-    """The cursor of a root whose state is nothing more; else the state as it is."""
-    if not isinstance(state, Mapping):
-        return state
-    if "consumed_samples" in state:
-        return dict(state)
-    inner = _transparent(state)
-    return state if inner is None else _bare(inner)
+    """The cursor of a state that is nothing more; else the state as it is."""
+    inner = _transparent(state) if isinstance(state, Mapping) else None
+    return dict(state) if inner is None else _bare(inner)
 
 
 def _transparent(state: Mapping[str, Any]) -> Any:
-    """What the stock Mapper or Prefetcher wraps; None for a node with a state of its own."""
+    """What the stock Loader, Mapper or Prefetcher wraps; None for a node with a state of its own."""
     if set(state) == {"source"}:
         return state["source"]
+    if set(state) == {"root", "num_yielded"}:
+        return state["root"]
     if set(state) == {"snapshot", "steps_since_snapshot"} and not state["steps_since_snapshot"]:
         return state["snapshot"]
     return None
@@ -236,6 +302,8 @@ def _transparent(state: Mapping[str, Any]) -> Any:
 
 def _wrapped(state: dict[str, Any], root: tn.BaseNode[Any]) -> dict[str, Any]:
     """``state`` in the shape of the root's own: the stock nodes put something around it."""
+    if "consumed_samples" not in state:
+        return state  # of a node that has more to say than its cursor
     if not any(type(node).__module__.startswith("torchdata.") for node in upstream(root)):
         return state
     wrapped: dict[str, Any] = _replace_cursor(root.state_dict(), state)

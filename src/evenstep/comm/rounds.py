@@ -65,7 +65,9 @@ class Header:
         samples: Samples that this rank read.
         column_bytes: Size of this rank's metadata columns.
         schema: Digest of the names and number of those columns.
+        dropped: Samples without tokens that are left out.
         skipped: Samples that could not be read and are left out under a named option.
+        truncated: Samples that are cut to a row.
         plan: Digest of the previous window's plan; 0 if there was none.
         loss_tokens: Loss tokens of this rank's samples; -1 if unknown.
         error_bytes: Size of the error text that follows; 0 unless FAILED.
@@ -81,7 +83,9 @@ class Header:
     samples: int = 0
     column_bytes: int = 0
     schema: int = 0
+    dropped: int = 0
     skipped: int = 0
+    truncated: int = 0
     plan: int = 0
     loss_tokens: int = -1
     error_bytes: int = 0

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from evenstep.comm.columns import Columns
-from evenstep.nodes.items import Place
+from evenstep.nodes.items import Counts, Place
 from evenstep.plan import Plan, efficiency, imbalance
 
 __all__ = ["Balance", "RowStatistics"]
@@ -43,6 +43,7 @@ class Balance:
         holders: Dp rank (inside the group) that held each sample, int32 ``[n]``; None where nothing moves.
         plan: The plan.
         seq_len: Capacity of a row.
+        counts: Samples left out of it or cut.
     """
 
     place: Place
@@ -51,6 +52,7 @@ class Balance:
     holders: npt.NDArray[np.int32] | None
     plan: Plan
     seq_len: int
+    counts: Counts = field(default_factory=Counts)
 
     @property
     def step(self) -> int:
@@ -93,6 +95,16 @@ class Balance:
         stages = [np.bincount(rank, weights=cost, minlength=size) for cost in self.columns.costs.T]
         loads: npt.NDArray[np.float64] = np.stack(stages, axis=-1)
         return loads.reshape(micro_batches, plan.dp_size, -1)
+
+    @property
+    def spread(self) -> float:
+        """(largest - smallest) / mean of what the window costs a dp rank, as planned; 0 where it costs nothing."""
+        return _spread(self.plan.loads)
+
+    @property
+    def reference_spread(self) -> float:
+        """The same of the reference layout."""
+        return _spread(self.reference_loads)
 
     @property
     def gain(self) -> float:
@@ -160,10 +172,21 @@ class Balance:
             "efficiency": self.efficiency,
             "imbalance": self.imbalance,
             "reference_efficiency": self.reference_efficiency,
+            "spread": self.spread,
+            "reference_spread": self.reference_spread,
             "gain": self.gain,
             "moved_samples": self.moved_samples,
             "moved_tokens": self.moved_tokens,
             "num_tokens": self.num_tokens,
             "num_padding": self.num_padding,
+            "dropped": self.counts.dropped,
+            "skipped": self.counts.skipped,
+            "truncated": self.counts.truncated,
             "algorithm": self.plan.decision.algorithm,
         }
+
+
+def _spread(loads: npt.NDArray[np.float64]) -> float:
+    ranks = loads.reshape(*loads.shape[:2], -1).sum(axis=(0, 2))
+    mean = float(ranks.mean())
+    return float(ranks.max() - ranks.min()) / mean if mean else 0.0

@@ -12,7 +12,27 @@ from evenstep.comm.columns import Columns
 from evenstep.cursor import Cursor
 from evenstep.samples import BatchInfo
 
-__all__ = ["GatheredWindow", "Place", "PlannedBatch", "RoutedBatch", "Window"]
+__all__ = ["Counts", "GatheredWindow", "Place", "PlannedBatch", "RoutedBatch", "Window"]
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """How many samples were not trained on as they are, each under a named option.
+
+    Attributes:
+        dropped: Left out because they have no tokens.
+        skipped: Left out because they could not be read.
+        truncated: Cut to the length of a row.
+    """
+
+    dropped: int = 0
+    skipped: int = 0
+    truncated: int = 0
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(
+            self.dropped + other.dropped, self.skipped + other.skipped, self.truncated + other.truncated
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,16 +85,14 @@ class Window:
         columns: Metadata of this reader's samples; of all samples where lengths are known ahead.
         indices: Dataset index of each of those samples, int64 ``[n]``; -1 for a stream.
         samples: Their payloads; empty where they are read after planning.
-        dropped: Empty samples left out.
-        skipped: Unreadable samples left out.
+        counts: Of this reader; of all where lengths are known ahead.
     """
 
     place: Place
     columns: Columns
     indices: npt.NDArray[np.int64]
     samples: list[Any] = field(repr=False)
-    dropped: int = 0
-    skipped: int = 0
+    counts: Counts = Counts()
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +106,7 @@ class GatheredWindow:
         indices: Dataset index of each sample, int64 ``[n]``; None where only its holder knows.
         local: This rank's payloads by position in ``columns``.
         step_loss_tokens: Loss tokens of the whole optimizer step on all ranks; None if unknown.
+        counts: Of the balance group.
     """
 
     place: Place
@@ -96,6 +115,7 @@ class GatheredWindow:
     indices: npt.NDArray[np.int64] | None
     local: dict[int, Any] = field(repr=False)
     step_loss_tokens: int | None
+    counts: Counts = Counts()
 
 
 @dataclass(frozen=True, slots=True)

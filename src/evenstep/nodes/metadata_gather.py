@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from torchdata.nodes import BaseNode
 
 from evenstep.comm.columns import Columns, as_bytes
 from evenstep.comm.plane import DataPlane
 from evenstep.comm.rounds import EXHAUSTED, FAILED, OK, Header
-from evenstep.errors import RemoteRankError
-from evenstep.nodes.items import GatheredWindow, Place, Window
+from evenstep.errors import ConfigMismatch, RemoteRankError
+from evenstep.nodes.items import Counts, GatheredWindow, Place, Window
 from evenstep.nodes.stage import Stage
 
 __all__ = ["MetadataGather", "announce", "window_header"]
@@ -54,13 +56,20 @@ class MetadataGather(Stage[Window, GatheredWindow]):
             indices=None,
             local=dict(zip(local.tolist(), window.samples, strict=True)),
             step_loss_tokens=step_loss_tokens(window.place, headers),
+            counts=sum((counts_of(headers[rank]) for rank in group.ranks), Counts()),
         )
 
 
 def announce(
-    source: BaseNode[Window], plane: DataPlane, uneven: str = "error"
+    source: BaseNode[Window], plane: DataPlane, uneven: str = "error", plan: int = 0
 ) -> tuple[Window, dict[int, Header]]:
     """Pull a window and exchange headers; whatever ``source`` does, every rank hears of it.
+
+    Args:
+        source: Where the windows come from.
+        plane: The data plane.
+        uneven: What to do when the streams of some ranks end before others'.
+        plan: Digest of the last window's plan, where every rank has made its own; else 0.
 
     Returns:
         The window and the header of every rank of the data plane.
@@ -68,14 +77,15 @@ def announce(
     Raises:
         StopIteration: The stream has ended on all ranks.
         RemoteRankError: A rank failed or left.
+        ConfigMismatch: Two ranks of the balance group planned the last window differently.
     """
     assert plane.rounds is not None, "only ranks of the data plane gather"
     window: Window | None = None
     failure: BaseException | None = None
-    header = Header(EXHAUSTED)
+    header = Header(EXHAUSTED, plan=plan)
     try:
         window = next(source)
-        header = window_header(window)
+        header = replace(window_header(window), plan=plan)
     except StopIteration:
         pass
     except KeyboardInterrupt:
@@ -93,6 +103,25 @@ def announce(
     return window, headers
 
 
+def _check_plans(headers: dict[int, Header], plane: DataPlane) -> None:
+    group = plane.balance
+    if group is None:
+        return
+    first = headers[group.ranks[0]].plan
+    for rank in group.ranks:
+        if headers[rank].plan != first:
+            raise ConfigMismatch(
+                f"rank {rank} planned the last window differently from rank {group.ranks[0]} (digests "
+                f"{headers[rank].plan % 2**64:#x} and {first % 2**64:#x}): their batches do not fit together. Use the "
+                "same metadata, cost model and versions on every rank."
+            )
+
+
+def counts_of(header: Header) -> Counts:
+    """What a rank left out of its window."""
+    return Counts(header.dropped, header.skipped, header.truncated)
+
+
 def window_header(window: Window) -> Header:
     """What this rank says of its window."""
     start, place = window.place.start, window.place
@@ -106,7 +135,9 @@ def window_header(window: Window) -> Header:
         samples=len(window.columns),
         column_bytes=window.columns.packed_bytes,
         schema=window.columns.schema,
-        skipped=window.skipped,
+        dropped=window.counts.dropped,
+        skipped=window.counts.skipped,
+        truncated=window.counts.truncated,
         loss_tokens=window.columns.known_loss_tokens(),
     )
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from torchdata.nodes import BaseNode
@@ -10,26 +12,37 @@ from torchdata.nodes import BaseNode
 from evenstep.comm.plane import DataPlane
 from evenstep.config import LoaderConfig
 from evenstep.errors import SampleError
-from evenstep.nodes.items import PlannedBatch, RoutedBatch
-from evenstep.nodes.read import describe_sample
+from evenstep.nodes.describe import Describer, tells_length
+from evenstep.nodes.fetch import Fetcher, Pending, Unreadable
+from evenstep.nodes.items import Counts, GatheredWindow, PlannedBatch, RoutedBatch
+from evenstep.nodes.read import make_fetcher
 from evenstep.nodes.rows import MicroBatch
+from evenstep.nodes.sample_seed import SeedKey
 from evenstep.nodes.stage import Stage
 
 __all__ = ["PlannedReader"]
+
+log = logging.getLogger("evenstep")
 
 
 class PlannedReader(Stage[PlannedBatch, RoutedBatch]):
     """Nothing moves between ranks: each reads the samples of its own rows.
 
-    A sample whose length is not what was planned is an error that names it, before it reaches a row.
+    Workers begin with all of this rank's samples of a window as soon as it is planned. A sample whose length is
+    not what was planned is an error that names it, before it reaches a row.
 
     Args:
         source: Planned micro-batches of windows whose metadata was known.
         dataset: Anything with ``dataset[i]``; None on ranks that construct nothing.
         plane: The data plane.
-        config: The loader's configuration.
+        config: ``num_workers``, ``worker`` and the policies for samples.
         metadata_fn: How the length of a read sample is told; default ``len(sample["input_ids"])``; samples that
             it cannot tell are not compared where it is None.
+        explode: ``sample -> documents``, where packed samples stay whole.
+        fetcher: Reads the dataset; default: by ``config``.
+
+    Attributes:
+        counts: What this rank has left out since it was built.
     """
 
     def __init__(
@@ -40,29 +53,83 @@ class PlannedReader(Stage[PlannedBatch, RoutedBatch]):
         config: LoaderConfig,
         *,
         metadata_fn: Callable[[Any], Any] | None = None,
+        explode: Callable[[Any], Iterable[Any]] | None = None,
+        fetcher: Fetcher | None = None,
     ) -> None:
         super().__init__(source)
         self.plane = plane
-        self._dataset = dataset
+        self.dataset = dataset
+        self.counts = Counts()
         self._config = config
-        self._metadata_fn = metadata_fn
+        self._fetcher = make_fetcher(dataset, config, plane) if fetcher is None else fetcher
+        self._compares = metadata_fn is not None or explode is not None
+        self._describe = Describer(config, metadata_fn, explode)
+        self._window: GatheredWindow | None = None
+        self._planned: dict[int, MicroBatch] = {}
+        self._pending: Pending | None = None
+
+    def clear(self) -> None:
+        """Forget the window under way."""
+        if self._pending is not None:
+            self._pending.cancel()
+        self._window = self._pending = None
+        self._planned = {}
+
+    def set_epoch(self, epoch: int) -> None:
+        """Pass a new epoch on to the dataset, where it has ``set_epoch``."""
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+            self._fetcher.renew()
+
+    def close(self) -> None:
+        """End the workers."""
+        self._fetcher.close()
 
     def produce(self) -> RoutedBatch:
         """Read the rows of the next micro-batch."""
         batch = next(self.source)
-        mine = MicroBatch.of(batch, self.plane, self._config)
-        return mine.routed([[self._read(batch, i) for i in row] for row in mine.rows])
+        if batch.window is not self._window:
+            self._begin(batch)
+        mine = self._planned.pop(batch.micro_batch)
+        assert self._pending is not None
+        left_out, rows = 0, []
+        for row in mine.rows:
+            values = self._pending.take(len(row))
+            kept = [self._checked(batch, i, value) for i, value in zip(row, values, strict=True)]
+            rows.append([value for value in kept if not isinstance(value, Unreadable)])
+            left_out += len(row) - len(rows[-1])
+        if left_out:
+            self.counts += Counts(skipped=left_out)
+            mine = _without(mine, rows, self._config)
+        return mine.routed(rows)
 
-    def _read(self, batch: PlannedBatch, sample: int) -> Any:
-        indices = batch.window.indices
-        assert indices is not None, "only windows with known metadata are read after planning"
-        index, planned = int(indices[sample]), int(batch.window.columns.tokens[sample])
+    def _begin(self, batch: PlannedBatch) -> None:
+        """Ask for all samples of this rank that are left of the window."""
+        window, place = batch.window, batch.window.place
+        assert window.indices is not None, "only windows with known metadata are read after planning"
+        self._window = window
+        self._planned = {
+            m: MicroBatch.of(replace(batch, micro_batch=m), self.plane, self._config)
+            for m in range(batch.micro_batch, place.count)
+        }
+        samples = [i for mine in self._planned.values() for row in mine.rows for i in row]
+        key = SeedKey(place.start.seed, place.start.epoch)
+        self._pending = self._fetcher.submit(window.indices[samples].tolist(), key)
+
+    def _checked(self, batch: PlannedBatch, sample: int, value: Any) -> Any:
+        """``value``, or `Unreadable` where that is skipped."""
+        assert batch.window.indices is not None
+        index, planned = int(batch.window.indices[sample]), int(batch.window.columns.tokens[sample])
         try:
-            value = self._dataset[index]
-            if self._metadata_fn is None and not _tells_length(value):
-                return value
-            tokens = describe_sample(value, self._metadata_fn, self._config).tokens
+            if isinstance(value, Unreadable):
+                raise value.error
+            tokens = planned
+            if self._compares or tells_length(value):
+                tokens = self._describe(value).metadata.tokens
         except Exception as error:
+            if self._config.on_sample_error == "skip":
+                log.warning("sample %d is skipped: %s: %s", index, type(error).__name__, error)
+                return Unreadable(error)
             raise SampleError(f"sample {index}: {type(error).__name__}: {error}", index) from error
         if tokens != planned:
             raise SampleError(
@@ -73,8 +140,16 @@ class PlannedReader(Stage[PlannedBatch, RoutedBatch]):
         return value
 
 
-def _tells_length(sample: Any) -> bool:
-    try:
-        return "input_ids" in sample
-    except TypeError:
-        return False
+def _without(mine: MicroBatch, rows: list[list[Any]], config: LoaderConfig) -> MicroBatch:
+    """What the loop is told of rows from which unreadable samples are missing."""
+    tokens = sum(len(value["input_ids"]) if tells_length(value) else 0 for row in rows for value in row)
+    capacity = config.micro_batch_size * config.seq_len
+    info = replace(
+        mine.info,
+        num_samples=sum(map(len, rows)),
+        num_tokens=tokens,
+        num_padding=max(0, capacity - tokens),
+        num_loss_tokens=None,
+        step_loss_tokens=None,
+    )
+    return replace(mine, info=info)

@@ -15,6 +15,7 @@ from torchdata.nodes import BaseNode
 from evenstep.comm.plane import DataPlane
 from evenstep.comm.plans import SharedPlan, compare_plan, send_plan
 from evenstep.config import LoaderConfig
+from evenstep.cursor import next_epoch_state
 from evenstep.nodes.balance import Balance
 from evenstep.nodes.items import GatheredWindow, Place, PlannedBatch
 from evenstep.nodes.metadata_gather import MetadataGather, announce
@@ -47,12 +48,20 @@ class Planner(Stage[Any, PlannedBatch]):
         self._gathered = any(isinstance(node, MetadataGather) for node in upstream(source))
         self._pending: deque[PlannedBatch] = deque()
         self._state: dict[str, Any] | None = None
+        self._digest = 0  # of the last plan, where every rank makes its own
+
+    def reset(self, initial_state: dict[str, Any] | None = None) -> None:
+        """Go to ``initial_state``, or to the epoch after the last micro-batch handed out; its source is ahead of it."""
+        if False:
+            initial_state = next_epoch_state(self._state)
+        super().reset(initial_state)
 
     def clear(self) -> None:
         """Forget the window under way."""
         self._pending.clear()
         self.balances.clear()
         self._state = None
+        self._digest = 0
 
     def get_state(self) -> dict[str, Any]:
         """The cursor after the last micro-batch handed out."""
@@ -89,8 +98,9 @@ class Planner(Stage[Any, PlannedBatch]):
         if shared.plan is not None:
             reference, _ = self._reference(window)
             holders = self._holders(window)
+            seq_len, counts = self._config.seq_len, window.counts
             self.balances.append(
-                Balance(resolved, window.columns, reference, holders, shared.plan, self._config.seq_len)
+                Balance(resolved, window.columns, reference, holders, shared.plan, seq_len, counts)
             )
         window = replace(window, place=resolved)
         return [PlannedBatch(window, shared.assignment, m, digest) for m in range(place.skip, count)]
@@ -108,10 +118,11 @@ class Planner(Stage[Any, PlannedBatch]):
 
     def _announced(self) -> GatheredWindow:
         """A window whose metadata every rank knows: only the status header is exchanged."""
-        window, _ = announce(self.source, self.plane)
+        window, _ = announce(self.source, self.plane, plan=self._digest)
         topology, place = self.plane.topology, window.place
         loss = window.columns.known_loss_tokens()
         whole = place.count == place.total and topology.balance_group_size == topology.dp_size
+        whole = whole and self._config.on_sample_error == "raise"  # else a sample may be missing
         return GatheredWindow(
             place=place,
             columns=window.columns,
@@ -119,6 +130,7 @@ class Planner(Stage[Any, PlannedBatch]):
             indices=window.indices,
             local={},
             step_loss_tokens=loss if whole and loss >= 0 else None,
+            counts=window.counts,
         )
 
     def _share(self, window: GatheredWindow) -> SharedPlan:
@@ -130,6 +142,11 @@ class Planner(Stage[Any, PlannedBatch]):
 
         if len(group.ranks) == 1:
             return SharedPlan.of(make())
+        if not self._gathered:
+            # Everybody knows everything: nothing is sent, and the next header compares.
+            shared = SharedPlan.of(make())
+            self._digest = shared.digest
+            return shared
         if not self._config.broadcast_plan:
             return compare_plan(group, make)
         planner = group.ranks.index(self.plane.topology.planner)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,13 +15,26 @@ from evenstep.comm.plane import DataPlane
 from evenstep.config import LoaderConfig
 from evenstep.cost import CostModel
 from evenstep.cursor import Cursor, find_cursor
-from evenstep.nodes.items import Place, Window
+from evenstep.nodes.fetch import Fetcher, Pending
+from evenstep.nodes.items import Counts, Place, Window
+from evenstep.nodes.known import KnownMetadata
 from evenstep.nodes.layout import Layout
-from evenstep.nodes.read import SampleReader
-from evenstep.samples import MetadataTable
+from evenstep.nodes.read import SampleReader, make_fetcher
+from evenstep.nodes.sample_seed import SeedKey
 from evenstep.sampling import Sampler, Step
 
 __all__ = ["SamplerReader"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A window whose samples are under way; none are where metadata is known."""
+
+    place: Place
+    indices: npt.NDArray[np.int64]
+    rows: npt.NDArray[np.int32]
+    order: npt.NDArray[np.int64]
+    pending: Pending | None
 
 
 class SamplerReader(BaseNode[Window]):
@@ -39,8 +52,14 @@ class SamplerReader(BaseNode[Window]):
         metadata: Columns of the whole dataset, if they are known: then nothing is read here.
         cost: Cost model; default `evenstep.cost.LinearQuadraticCost`.
         codec: How samples travel; default `PayloadCodec`.
+        explode: ``sample -> documents``, for samples that were packed before.
+        fetcher: Reads the dataset; default: by ``config.num_workers`` and ``config.worker``. Workers read the next
+            window while the present one is used.
         start: Where a fresh stream begins; default: the beginning of epoch 0.
         allow_changed_dataset: Accept a state of another dataset, order or seed.
+
+    Attributes:
+        counts: What this rank has left out or cut since it was built.
 
     Raises:
         ValueError: The sampler's steps do not divide over the mesh.
@@ -54,9 +73,11 @@ class SamplerReader(BaseNode[Window]):
         config: LoaderConfig,
         *,
         metadata_fn: Callable[[Any], Any] | None = None,
-        metadata: MetadataTable | None = None,
+        metadata: KnownMetadata | None = None,
         cost: CostModel | None = None,
         codec: Codec | None = None,
+        explode: Callable[[Any], Iterable[Any]] | None = None,
+        fetcher: Fetcher | None = None,
         start: Cursor | None = None,
         allow_changed_dataset: bool = False,
     ) -> None:
@@ -65,9 +86,14 @@ class SamplerReader(BaseNode[Window]):
         self.sampler = sampler
         self.dataset = dataset
         self.layout = Layout.resolve(sampler.rows_per_step, config, plane.topology.dp_size)
+        self.counts = Counts()
         self._config = config
-        self._reader = SampleReader(dataset, config, plane, metadata_fn=metadata_fn, cost=cost, codec=codec)
+        self._reader = SampleReader(
+            config, plane, metadata_fn=metadata_fn, cost=cost, codec=codec, explode=explode
+        )
+        self._fetcher = fetcher
         self._metadata = metadata
+        self._ahead: _Asked | Exception | None = None
         self._allow_changed = allow_changed_dataset
         self._begin = self.layout.stamp(sampler.start() if start is None else start)
         self._state = self._begin.to_dict()
@@ -81,6 +107,9 @@ class SamplerReader(BaseNode[Window]):
         super().reset(initial_state)
         if self.plane.rounds is not None:
             self.plane.rounds.restart()
+        if isinstance(self._ahead, _Asked) and self._ahead.pending is not None:
+            self._ahead.pending.cancel()
+        self._ahead = None
         if initial_state is not None:
             self.check_state(initial_state)
             cursor = Cursor.from_dict(find_cursor(initial_state))
@@ -112,9 +141,20 @@ class SamplerReader(BaseNode[Window]):
         for target in (self.sampler, self.dataset):
             if hasattr(target, "set_epoch"):
                 target.set_epoch(epoch)
+        if self._fetcher is not None:
+            self._fetcher.renew()
+
+    def close(self) -> None:
+        """End the workers."""
+        if self._fetcher is not None:
+            self._fetcher.close()
 
     def __len__(self) -> int:
-        """Micro-batches of a full epoch.
+        """Micro-batches of epoch 0; see `batches_in`."""
+        return self.batches_in(0)
+
+    def batches_in(self, epoch: int) -> int:
+        """Micro-batches of the whole of ``epoch``; the steps of a token budget differ between epochs.
 
         Raises:
             TypeError: Only the plans will tell (``accumulation_steps="auto"``).
@@ -124,17 +164,27 @@ class SamplerReader(BaseNode[Window]):
                 "with accumulation_steps='auto' the number of micro-batches depends on the plan of each step; "
                 "len(loader.sampler) is the number of optimizer steps"
             )
-        return len(self.sampler) * self.layout.accumulation_steps
+        steps_in = getattr(self.sampler, "steps_in", None)
+        steps = len(self.sampler) if steps_in is None else int(steps_in(epoch))
+        return steps * self.layout.accumulation_steps
 
     def next(self) -> Window:
         """Read the next window."""
-        place = next(self._places, None)
-        if place is None:
-            place = self._next_step()
-        assert self._step is not None
-        window = self._read(self._step, place)
+        asked, self._ahead = self._ahead, None
+        if asked is None:
+            asked = self._ask()
+        if isinstance(asked, Exception):
+            raise asked
+        window = self._window(asked)
+        place = window.place
         # The last window's state is the state after its step; "auto" cannot tell yet, and has one window a step.
         self._state = place.end.to_dict() if not place.total else place.after(place.count, 0)
+        self.counts += window.counts
+        if self._fetcher is not None and self._fetcher.ahead:
+            try:
+                self._ahead = self._ask()
+            except Exception as error:
+                self._ahead = error
         return window
 
     def get_state(self) -> dict[str, Any]:
@@ -165,14 +215,29 @@ class SamplerReader(BaseNode[Window]):
                 "an empty row would leave a rank without data. Mark padding with index -1."
             )
 
-    def _read(self, step: Step, place: Place) -> Window:
-        topology = self.plane.topology
-        indices, rows, owner = self.layout.select(step, place, topology)
+    def _ask(self) -> _Asked:
+        """The next window, its samples under way where workers read them."""
+        place = next(self._places, None)
+        if place is None:
+            place = self._next_step()
+        assert self._step is not None
+        indices, rows, owner = self.layout.select(self._step, place, self.plane.topology)
         order = np.arange(len(indices), dtype=np.int64)
         if self._metadata is not None:
-            return self._reader.known(place, indices, rows, order, self._metadata)
+            return _Asked(place, indices, rows, order, None)
+        if self._fetcher is None:
+            self._fetcher = make_fetcher(self.dataset, self._config, self.plane)
         mine = self._share(owner)
-        return self._reader.read(place, indices[mine], rows[mine], order[mine])
+        key = SeedKey(place.start.seed, place.start.epoch)
+        pending = self._fetcher.submit(indices[mine].tolist(), key)
+        return _Asked(place, indices[mine], rows[mine], order[mine], pending)
+
+    def _window(self, asked: _Asked) -> Window:
+        place, indices, rows, order = asked.place, asked.indices, asked.rows, asked.order
+        if asked.pending is None:
+            assert self._metadata is not None
+            return self._reader.known(place, indices, rows, order, self._metadata)
+        return self._reader.read(place, indices, rows, order, asked.pending.take(len(indices)))
 
     def _share(self, owner: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
         """Which of the window's samples this rank reads: those of each dp rank are dealt out to its readers."""

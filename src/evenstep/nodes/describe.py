@@ -1,0 +1,137 @@
+"""What planning needs to know of one sample: measured, and the policies for odd ones applied."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from evenstep.config import LoaderConfig
+from evenstep.packing import count_loss_tokens
+from evenstep.samples import SampleMetadata
+
+__all__ = ["EMPTY", "Described", "Describer", "cut_documents", "oversized_message", "tells_length"]
+
+EMPTY = "it has no tokens, and empty='error' refuses that; use empty='drop' to leave such samples out"
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A sample as it will be planned.
+
+    Attributes:
+        metadata: Its facts; cut to a row where the policy cuts.
+        truncated: Whether it was cut.
+    """
+
+    metadata: SampleMetadata
+    truncated: bool
+
+
+class Describer:
+    """Measures samples.
+
+    Args:
+        config: ``seq_len`` and the policies for oversized and empty samples.
+        metadata_fn: ``sample -> int | SampleMetadata``; default ``len(sample["input_ids"])``.
+        explode: Where packed samples stay whole: what finds the documents in one; ``metadata_fn`` then
+            measures documents.
+    """
+
+    def __init__(
+        self,
+        config: LoaderConfig,
+        metadata_fn: Callable[[Any], Any] | None = None,
+        explode: Callable[[Any], Iterable[Any]] | None = None,
+    ) -> None:
+        self._config = config
+        self._metadata_fn = metadata_fn
+        self._explode = explode
+
+    def __call__(self, sample: Any) -> Described:
+        """Measure one sample.
+
+        Raises:
+            TypeError: ``metadata_fn`` returned something else than tokens or `SampleMetadata`.
+            ValueError: The sample is oversized or empty, and the policy refuses that.
+        """
+        told = self._measure(sample) if self._explode is None else self._sum(self._explode(sample))
+        tokens, limit, policy = told.tokens, self._config.seq_len, self._config.oversized
+        if tokens == 0 and self._config.empty == "error":
+            raise ValueError(EMPTY)
+        if tokens > limit and policy == "error":
+            raise ValueError(oversized_message(int(tokens), limit))
+        cut = tokens > limit and policy == "truncate"
+        loss = told.loss_tokens
+        if cut:
+            whole = self._explode is None and told.documents is None
+            loss = count_loss_tokens(sample, limit) if whole else None
+            documents = None if told.documents is None else cut_documents(told.documents, limit)
+            return Described(replace(told, tokens=limit, documents=documents, loss_tokens=loss), True)
+        if loss is None and self._explode is None:
+            loss = count_loss_tokens(sample)
+        return Described(replace(told, loss_tokens=loss), False)
+
+    def _measure(self, sample: Any) -> SampleMetadata:
+        told: Any = _default_tokens(sample) if self._metadata_fn is None else self._metadata_fn(sample)
+        if isinstance(told, (int, np.integer)) and not isinstance(told, bool):
+            told = SampleMetadata(int(told))
+        if not isinstance(told, SampleMetadata):
+            raise TypeError(
+                f"metadata_fn returned {told!r} ({type(told).__name__}), expected the number of tokens (int) or a "
+                "SampleMetadata"
+            )
+        tokens = told.tokens
+        if isinstance(tokens, bool) or not isinstance(tokens, (int, np.integer)) or tokens < 0:
+            raise TypeError(
+                f"metadata_fn returned tokens={tokens!r} ({type(tokens).__name__}), expected an int >= 0"
+            )
+        if told.documents is not None and sum(told.documents) != tokens:
+            raise ValueError(
+                f"metadata_fn returned documents of {sum(told.documents)} tokens in a sample of {tokens} tokens"
+            )
+        return told
+
+    def _sum(self, documents: Iterable[Any]) -> SampleMetadata:
+        """A packed row as one sample, whose documents attend only to themselves."""
+        features: Counter[str] = Counter()
+        lengths: list[int] = []
+        loss: int | None = 0
+        for document in documents:
+            told = self._measure(document)
+            features.update(told.features)
+            lengths += [d for d in (told.documents or (told.tokens,)) if d]
+            own = count_loss_tokens(document) if told.loss_tokens is None else told.loss_tokens
+            loss = None if loss is None or own is None else loss + own
+        return SampleMetadata(sum(lengths), dict(features), loss, lengths)
+
+
+def _default_tokens(sample: Any) -> int:
+    if not isinstance(sample, Mapping) or "input_ids" not in sample:
+        raise TypeError(
+            f"a sample of type {type(sample).__name__} without 'input_ids' says nothing of its length; pass "
+            "metadata_fn=lambda sample: number_of_tokens"
+        )
+    return len(sample["input_ids"])
+
+
+def tells_length(sample: Any) -> bool:
+    """Whether a sample says how long it is without a ``metadata_fn``."""
+    return isinstance(sample, Mapping) and "input_ids" in sample
+
+
+def oversized_message(tokens: int, limit: int) -> str:
+    """Why a sample of ``tokens`` tokens is refused."""
+    return (
+        f"it has {tokens} tokens, seq_len is {limit}: it fits no row. Raise seq_len, split it, or choose "
+        "oversized='truncate' or 'single'"
+    )
+
+
+def cut_documents(documents: Sequence[int], limit: int) -> tuple[int, ...]:
+    """The lengths of ``documents`` after the first ``limit`` tokens of all were kept."""
+    ends = np.minimum(np.cumsum(documents), limit)
+    return tuple(int(d) for d in np.diff(ends, prepend=0) if d > 0)

@@ -1,0 +1,129 @@
+"""Metadata known before anything is read, in the forms people have it; only what a step needs is looked at."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from evenstep.samples import MetadataTable, SampleMetadata
+
+__all__ = ["KnownMetadata", "known_metadata"]
+
+_COLUMNS = ("tokens", "loss_tokens", "documents", "document_offsets")
+
+
+class KnownMetadata(Protocol):
+    """Metadata of a whole dataset. A `MetadataTable` is one."""
+
+    def __len__(self) -> int:
+        """Samples of the dataset."""
+
+    def take(self, index: npt.NDArray[np.integer[Any]]) -> MetadataTable:
+        """The rows ``index`` (int ``[m]``), in that order."""
+
+
+class _Records:
+    """A sequence of records, from which a step's are taken."""
+
+    def __init__(self, records: Sequence[SampleMetadata]) -> None:
+        self._records = records
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def take(self, index: npt.NDArray[np.integer[Any]]) -> MetadataTable:
+        return _checked(MetadataTable.from_samples([self._records[i] for i in index.tolist()]), index)
+
+
+class _Arrays:
+    """Columns as they are, also memory maps: nothing of the size of the dataset is made or read."""
+
+    def __init__(self, columns: Mapping[str, npt.NDArray[Any]]) -> None:
+        self._columns = columns
+
+    def __len__(self) -> int:
+        return len(self._columns["tokens"])
+
+    def take(self, index: npt.NDArray[np.integer[Any]]) -> MetadataTable:
+        taken = {name: np.asarray(c[index]) for name, c in self._columns.items() if name not in _COLUMNS[2:]}
+        tokens = taken.pop("tokens").astype(np.int64)
+        table = MetadataTable.from_tokens(tokens)
+        loss = taken.pop("loss_tokens", table.loss_tokens).astype(np.int64)
+        features = {name: column.astype(np.float64) for name, column in taken.items()}
+        documents, offsets = table.documents, table.document_offsets
+        if "documents" in self._columns:
+            starts, ends = (self._columns["document_offsets"][index + k].astype(np.int64) for k in (0, 1))
+            offsets = np.concatenate([[0], np.cumsum(ends - starts)])
+            flat = np.repeat(starts - offsets[:-1], ends - starts) + np.arange(offsets[-1])
+            documents = np.asarray(self._columns["documents"][flat]).astype(np.int64)
+        return _checked(MetadataTable(tokens, features, loss, documents, offsets), index)
+
+
+def _checked(table: MetadataTable, index: npt.NDArray[np.integer[Any]]) -> MetadataTable:
+    if len(table) and int(table.tokens.min()) < 0:
+        k = int(np.argmin(table.tokens))
+        raise ValueError(f"metadata gives sample {int(index[k])} a length of {int(table.tokens[k])} tokens")
+    return table
+
+
+def known_metadata(metadata: Any, dataset_size: int) -> KnownMetadata:
+    """``metadata`` as something to take steps from.
+
+    Args:
+        metadata: Lengths ``[n]`` (any integer dtype); the path of an ``.npy`` file of them, which is mapped, not
+            read; a mapping of columns (``"tokens"``, optionally ``"loss_tokens"`` and ``"documents"`` with
+            ``"document_offsets"``, and features by name); a sequence of `SampleMetadata`; a `MetadataTable`.
+        dataset_size: Samples that it must describe; 0 if unknown.
+
+    Raises:
+        TypeError: It is none of these, or a column has the wrong dtype or shape.
+        ValueError: It describes another number of samples, or columns differ in length.
+    """
+    known = _read(metadata)
+    if dataset_size and len(known) != dataset_size:
+        raise ValueError(
+            f"metadata has {len(known)} samples, the sampler was made for {dataset_size}: rows would be planned with "
+            "the lengths of other samples. Compute the metadata from the dataset as it is now."
+        )
+    return known
+
+
+def _read(metadata: Any) -> KnownMetadata:
+    if isinstance(metadata, (str, os.PathLike)):
+        return _Arrays({"tokens": _column("tokens", np.load(metadata, mmap_mode="r", allow_pickle=False))})
+    if isinstance(metadata, Mapping):
+        return _Arrays(_columns(metadata))
+    if isinstance(metadata, (MetadataTable, _Arrays, _Records)):
+        return metadata
+    if isinstance(metadata, Sequence) and len(metadata) and isinstance(metadata[0], SampleMetadata):
+        return _Records(metadata)
+    return _Arrays({"tokens": _column("tokens", metadata)})
+
+
+def _columns(metadata: Mapping[str, Any]) -> dict[str, npt.NDArray[Any]]:
+    if "tokens" not in metadata:
+        raise ValueError(f"metadata has the columns {sorted(metadata)}, expected one named 'tokens'")
+    columns = {str(name): _column(name, column) for name, column in metadata.items()}
+    if ("documents" in columns) != ("document_offsets" in columns):
+        raise ValueError("metadata needs both 'documents' and 'document_offsets', or neither")
+    n = len(columns["tokens"])
+    for name, column in columns.items():
+        expected = n + (name == "document_offsets")
+        if name != "documents" and len(column) != expected:
+            raise ValueError(f"metadata column {name!r} has {len(column)} entries, expected {expected}")
+    return columns
+
+
+def _column(name: str, column: Any) -> npt.NDArray[Any]:
+    array: npt.NDArray[Any] = column if isinstance(column, np.ndarray) else np.asarray(column)
+    kinds = "iu" if name in _COLUMNS else "iufb"
+    if array.ndim != 1 or array.dtype.kind not in kinds:
+        raise TypeError(
+            f"metadata column {name!r} has shape {array.shape} and dtype {array.dtype}, expected one "
+            f"{'integer' if name in _COLUMNS else 'number'} per sample"
+        )
+    return array

@@ -1,0 +1,228 @@
+"""Worker processes that read samples: torch's own DataLoader, fed window by window."""
+
+from __future__ import annotations
+
+import pickle
+import random
+import threading
+import traceback
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.context import BaseContext
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from evenstep.nodes.fetch import Pending, Unreadable, fetch_samples
+from evenstep.nodes.sample_seed import SeedKey, begin_sample
+from evenstep.nodes.worker_message import pack_message, unpack_message
+
+__all__ = ["ProcessFetcher"]
+
+_PARTS = 8  # of a request for each worker: fine enough that no worker waits long for the last one
+_LARGEST_PART = 32
+_PATIENCE = 5.0  # seconds that the driving thread gets to end its workers
+
+Chunk = tuple[SeedKey, list[int]]
+
+
+@dataclass
+class _Request:
+    chunks: list[Chunk]
+    futures: list[Future[list[Any]]] = field(default_factory=list)
+
+
+class ProcessFetcher:
+    """Reads in processes that live as long as the loader: for datasets that decode in Python.
+
+    One thread drives a ``DataLoader`` with persistent workers, so that a window is read while nobody waits, and
+    so that torch reports a dead worker to us rather than in the middle of the training loop.
+
+    Args:
+        dataset: Anything with ``dataset[i]``, optionally ``__getitems__``; it is copied into every worker.
+        num_workers: Processes.
+        prefetch_factor: Parts of a request under way per worker.
+        worker_init_fn: Called in each worker with its number.
+        multiprocessing_context: ``"fork"``, ``"spawn"``, ``"forkserver"`` or a context; None: the default.
+        seed: Of the workers' ``torch.utils.data.get_worker_info().seed``.
+        name: Of the driving thread.
+    """
+
+    ahead = True
+
+    def __init__(
+        self,
+        dataset: Any,
+        num_workers: int,
+        *,
+        prefetch_factor: int = 4,
+        worker_init_fn: Callable[[int], None] | None = None,
+        multiprocessing_context: str | BaseContext | None = None,
+        seed: int = 0,
+        name: str = "evenstep-read",
+    ) -> None:
+        self._workers = num_workers
+        chunks = _Chunks()
+
+        def build() -> DataLoader[Any]:
+            return DataLoader(
+                _Guarded(dataset),
+                batch_sampler=chunks,  # type: ignore[arg-type]  # any iterable of what __getitems__ takes
+                num_workers=num_workers,
+                collate_fn=pack_message,
+                persistent_workers=True,
+                prefetch_factor=prefetch_factor,
+                worker_init_fn=worker_init_fn,
+                multiprocessing_context=multiprocessing_context,
+                # Else the seed of the workers is drawn from the global generator, which is the user's.
+                generator=torch.Generator().manual_seed(seed),
+            )
+
+        self._requests: SimpleQueue[_Request | Callable[[], DataLoader[Any]] | None] = SimpleQueue()
+        self._requests.put(build)
+        self._build = build
+        self._thread = threading.Thread(
+            target=_drive, args=(self._requests, chunks), name=f"{name}-workers", daemon=True
+        )
+        self._finalizer = weakref.finalize(self, _end, self._requests, self._thread)
+
+    def submit(self, indices: Sequence[int], key: SeedKey) -> Pending:
+        """Begin to fetch ``indices``; the workers are started by the first call."""
+        if not self._finalizer.alive:
+            raise RuntimeError("the worker processes of this loader have been closed")
+        if self._thread.ident is None:
+            self._thread.start()
+        size = min(max(1, len(indices) // (_PARTS * self._workers)), _LARGEST_PART)
+        request = _Request([(key, list(indices[k : k + size])) for k in range(0, len(indices), size)])
+        request.futures = [Future() for _ in request.chunks]
+        self._requests.put(request)
+        return Pending(request.futures)
+
+    def renew(self) -> None:
+        """Start other workers, with the dataset as it is now."""
+        self._requests.put(self._build)
+
+    def close(self) -> None:
+        """End the workers."""
+        self._finalizer()
+
+
+class _Guarded(Dataset[Any]):
+    """The dataset inside a worker: its errors come back as values, so that they keep their index."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __getitem__(self, index: Any) -> Any:
+        raise NotImplementedError("read by __getitems__")
+
+    def __getitems__(self, chunk: Chunk) -> list[Any]:
+        key, indices = chunk
+        if callable(getattr(self._dataset, "__getitems__", None)):
+            _seed_everything(begin_sample(key, indices[0]))
+            return [_portable(value) for value in fetch_samples(self._dataset, indices, key)]
+        values: list[Any] = []
+        for index in indices:
+            _seed_everything(begin_sample(key, index))
+            values += fetch_samples(self._dataset, [index], key)
+        return [_portable(value) for value in values]
+
+
+def _seed_everything(seed: int) -> None:
+    """The process is a worker, so its global generators are ours."""
+    torch.default_generator.manual_seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002 - datasets still draw from the legacy state
+    random.seed(seed)
+
+
+def _portable(value: Any) -> Any:
+    """An error that another process can rebuild, with the traceback it cannot."""
+    if not isinstance(value, Unreadable):
+        return value
+    text = "".join(traceback.format_exception(value.error))
+    try:
+        error = pickle.loads(pickle.dumps(value.error))
+    except Exception:
+        error = RuntimeError(f"{type(value.error).__name__}: {value.error}")
+    return _Failed(error, text)
+
+
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    error: Exception
+    traceback: str
+
+    def unwrap(self) -> Unreadable:
+        self.error.__cause__ = RuntimeError(f"in a worker process:\n{self.traceback}")
+        return Unreadable(self.error)
+
+
+class _Chunks:
+    """What the DataLoader takes for its batch sampler: the chunks of the request under way."""
+
+    def __init__(self) -> None:
+        self.chunks: list[Chunk] = []
+
+    def __iter__(self) -> Iterator[Chunk]:
+        return iter(self.chunks)
+
+
+def _drive(requests: SimpleQueue[_Request | Callable[[], DataLoader[Any]] | None], chunks: _Chunks) -> None:
+    """Serve requests until there is None."""
+    build: Callable[[], DataLoader[Any]] | None = None
+    loader: DataLoader[Any] | None = None
+    while (request := requests.get()) is not None:
+        if not isinstance(request, _Request):
+            build, loader = request, None
+            continue
+        wanted = [
+            (chunk, future)
+            for chunk, future in zip(request.chunks, request.futures, strict=True)
+            if future.set_running_or_notify_cancel()
+        ]
+        if not wanted:
+            continue
+        chunks.chunks = [chunk for chunk, _ in wanted]
+        waiting = [future for _, future in wanted][::-1]
+        try:
+            assert build is not None
+            loader = build() if loader is None else loader
+            for message in loader:
+                values = unpack_message(message)
+                waiting.pop().set_result([v.unwrap() if isinstance(v, _Failed) else v for v in values])
+        except Exception as error:
+            told = _explain(error, loader)
+            loader = None
+            for future in waiting:
+                future.set_exception(told)
+
+
+def _explain(error: Exception, loader: DataLoader[Any] | None) -> Exception:
+    """``error``, or which worker died of what, where one did."""
+    workers = getattr(getattr(loader, "_iterator", None), "_workers", [])
+    dead = [(number, w.pid, w.exitcode) for number, w in enumerate(workers) if not w.is_alive()]
+    if not dead:
+        return error
+    number, pid, code = dead[0]
+    told = RuntimeError(
+        f"worker process {number} (pid {pid}) that reads samples died with exit code {code}, and the samples it was "
+        "reading with it. A negative code is the signal that ended it: -9 is mostly a lack of memory, -11 a crash in "
+        "a library."
+    )
+    told.__cause__ = error
+    return told
+
+
+def _end(
+    requests: SimpleQueue[_Request | Callable[[], DataLoader[Any]] | None], thread: threading.Thread
+) -> None:
+    requests.put(None)
+    if thread.ident is not None and thread is not threading.current_thread():
+        with suppress(RuntimeError):
+            thread.join(_PATIENCE)
