@@ -52,7 +52,7 @@ class Planner(Stage[Any, PlannedBatch]):
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
         """Go to ``initial_state``, or to the epoch after the last micro-batch handed out; its source is ahead of it."""
-        if False:
+        if initial_state is None and self._state is not None:
             initial_state = next_epoch_state(self._state)
         super().reset(initial_state)
 
