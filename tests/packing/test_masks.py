@@ -61,9 +61,10 @@ def test_ids_of_a_flat_sequence(
     flat = [n for docs in lengths for n in docs]
     assert [int((ids == k).sum()) for k in range(len(flat))] == flat
     assert int((ids >= 0).sum()) == batch["num_tokens"]
-    # Wherever a token stands, its value is its position in its document here.
-    assert torch.equal(batch["input_ids"][ids >= 0], batch["position_ids"][ids >= 0])
-    assert ids[ids >= 0].tolist() == sorted(ids[ids >= 0].tolist())
+    expected = torch.full_like(ids[0], -1)
+    for k, (start, n) in enumerate(zip(batch["cu_seqlens_padded"][:-1].tolist(), flat, strict=True)):
+        expected[start : start + n] = k
+    assert ids[0].tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -166,6 +166,8 @@ def test_documents_inside_a_sample() -> None:
     cut = pack_text([sample], 4, documents="docs", oversized="truncate")
     assert cut["cu_seqlens"].tolist() == [0, 2, 4]
     assert count_loss_tokens(sample, 4, documents="docs") == 2
+    between = pack_text([sample], 2, documents="docs", oversized="truncate")
+    assert between["cu_seqlens"].tolist() == [0, 2]
 
 
 def test_positions_of_the_samples_are_kept() -> None:
