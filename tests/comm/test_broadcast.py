@@ -39,7 +39,8 @@ class Counted:
 
     def __init__(self, inner: SimulatedCommunicator) -> None:
         self.inner = inner
-        self.ranks, self.position, self.device = inner.ranks, inner.position, inner.device
+        self.ranks, self.position = inner.ranks, inner.position
+        self.device, self.launcher = inner.device, inner.launcher
         self.sizes: list[int] = []
 
     def all_gather(self, _: torch.Tensor) -> torch.Tensor:

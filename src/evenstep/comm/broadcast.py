@@ -7,6 +7,8 @@ The message holds the source's state, the scalars and the sizes; the structure o
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,12 +73,20 @@ class BatchBroadcast:
     Args:
         communicator: The ranks of the replica.
         spec: What every batch looks like; None to tell the structure whenever it changes.
+        aside: The context in which messages travel, which the host waits for: on an accelerator, a stream that does
+            not wait for the training step. Tensors on the device travel in the caller's.
     """
 
-    def __init__(self, communicator: Communicator, spec: BatchSpec | None = None) -> None:
+    def __init__(
+        self,
+        communicator: Communicator,
+        spec: BatchSpec | None = None,
+        aside: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
         self._ranks = communicator.ranks
         self._rank = communicator.ranks[communicator.position]
         self._spec = spec
+        self._aside = aside
         pool = BufferPool(_POOL_BYTES)
         self._channel = MessageChannel(communicator, pool)
         self._tensors = TensorBroadcast(communicator, pool)
@@ -116,19 +126,16 @@ class BatchBroadcast:
     def send(self, prepared: Prepared) -> None:
         """Broadcast a batch."""
         layout, tensors = prepared.layout, prepared.tensors
-        self._channel.post(
-            BATCH,
-            prepared.document,
-            prepared.extra,
-            layout.host.nbytes,
-            (lambda out: layout.pack_host(tensors, out)) if layout.host.nbytes else None,
-        )
+        fill = (lambda out: layout.pack_host(tensors, out)) if layout.host.nbytes else None
+        with self._aside():
+            self._channel.post(BATCH, prepared.document, prepared.extra, layout.host.nbytes, fill)
         self._structure = prepared.structure
         self._tensors.send(tensors, layout)
 
     def send_end(self, state: dict[str, Any]) -> None:
         """Tell the peers that the stream has ended."""
-        self._channel.post(END, _to_json({"state": state}))
+        with self._aside():
+            self._channel.post(END, _to_json({"state": state}))
 
     def send_error(self, error: BaseException) -> None:
         """Tell the peers why there is no next batch: where it first happened, in its own words."""
@@ -136,7 +143,8 @@ class BatchBroadcast:
         if isinstance(error, RemoteRankError):
             # The peers repeat what every other rank says.
             told["origin"] = [str(error), error.rank, error.error_type, error.error_message, error.sample]
-        self._channel.post(ERROR, _to_json(told))
+        with self._aside():
+            self._channel.post(ERROR, _to_json(told))
 
     def receive(self) -> Message:
         """Wait for the constructor's next message.
@@ -146,7 +154,8 @@ class BatchBroadcast:
             ConfigMismatch: It has another specification.
             WireFormatError: It sent something else.
         """
-        heard = self._channel.listen()
+        with self._aside():
+            heard = self._channel.listen()
         told = heard.told
         if heard.kind == END:
             return Message(state=told["state"], is_end=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Protocol
 
 from torchdata.nodes import BaseNode
@@ -10,6 +11,7 @@ from torchdata.nodes import BaseNode
 from evenstep.comm.batch_spec import BatchSpec
 from evenstep.comm.broadcast import BatchBroadcast
 from evenstep.comm.communicator import Communicator
+from evenstep.device import is_accelerator, streams_of
 from evenstep.nodes.epoch_after import epoch_after
 from evenstep.nodes.stage import Stage
 
@@ -52,7 +54,7 @@ class ModelBroadcast(Stage[Any, Any]):
         self._alone = len(plane.model.ranks) == 1
         self._is_constructor = plane.is_constructor
         self._assists = plane.assists
-        self._wire = BatchBroadcast(plane.model, spec)
+        self._wire = BatchBroadcast(plane.model, spec, _aside(plane.model))
         self._begun = False
         self._state: dict[str, Any] | None = None
         self._pulled_state: dict[str, Any] | None = None
@@ -119,3 +121,12 @@ class ModelBroadcast(Stage[Any, Any]):
         except Exception as failure:
             # The peers cannot be reached: what they would have been told is still the first cause.
             error.__context__ = failure
+
+
+def _aside(model: Communicator) -> Callable[[], AbstractContextManager[Any]]:
+    """Where messages travel: their stream stands behind no training step, for which the host would have to wait."""
+    if len(model.ranks) == 1 or not is_accelerator(model.device):
+        return nullcontext
+    streams = streams_of(model.device)
+    stream = streams.new_stream()
+    return lambda: streams.on(stream)
