@@ -25,7 +25,8 @@ def decide(
     Raises:
         Infeasible: No algorithm found a layout, and there is no feasible reference layout to keep.
     """
-    candidates, failures = run_portfolio(problem, algorithm, window.holders)
+    bound = makespan_bound(problem)
+    candidates, failures = run_portfolio(problem, algorithm, window.holders, bound)
     scores = {name: window.score(row, problem) for name, row in candidates.items()}
     best = min(scores, key=lambda name: scores[name]) if scores else None
     original = _original(window, micro_batches)
@@ -45,9 +46,6 @@ def decide(
         reason = _taken(window, micro_batches, name, original, scores[name], gain)
     assert len(row) == window.size, "a plan lost samples"
     assert problem.broken_row(row) is None, "a plan broke a hard limit"
-    bound = 0.0
-    if window.objective.kind == "makespan":
-        bound = window.in_cost_units(makespan_bound(problem))
     floor, advice = _advice(window, problem, micro_batches)
     moved = np.zeros(window.size, dtype=np.bool_)
     if window.holders is not None:
@@ -61,7 +59,7 @@ def decide(
         gain=gain,
         scores={name: window.in_cost_units(score) for name, score in scores.items()},
         failures=failures,
-        lower_bound=bound,
+        lower_bound=window.in_cost_units(bound) if window.objective.kind == "makespan" else 0.0,
         floor_sample=floor,
         moved_samples=int(moved.sum()),
         moved_tokens=int(window.tokens[moved].sum()),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from heapq import heappop, heapreplace
+from heapq import heapify, heappop, heappush, heapreplace
 
 import numpy as np
 
@@ -41,11 +41,19 @@ def levels(problem: Problem, order: Int, row: Int) -> int:
     return group
 
 
-def _next_fit(tokens: Int, work: Int, start: int, room: int, spare: int) -> int:
-    """The first position from ``start`` with at most ``room`` tokens and ``spare`` cost; the length if none."""
+def _next_fit(tokens: Int, work: Int, start: int, free: Int, spare: Int) -> int:
+    """The first position from ``start`` that fits some row's ``free`` tokens and ``spare`` cost; the end if none."""
+    open_rows = np.flatnonzero((free > 0) & (spare > 0))
+    # Of rows with as little cost to spare, only the one with the most free tokens matters: a staircase.
+    stairs = open_rows[np.lexsort((-free[open_rows], -spare[open_rows]))]
+    stairs = stairs[np.diff(np.maximum.accumulate(free[stairs]), prepend=0) > 0]
+    most, least_first = free[stairs][::-1], spare[stairs][::-1]
+    if not len(stairs):
+        return len(work)
     for begin in range(start, len(work), _CHUNK):
         chunk = slice(begin, begin + _CHUNK)
-        fits = (tokens[chunk] <= room) & (work[chunk] <= spare)
+        step = np.searchsorted(least_first, work[chunk])
+        fits = (step < len(stairs)) & (tokens[chunk] <= most[np.minimum(step, len(stairs) - 1)])
         first = int(fits.argmax())
         if fits[first]:
             return begin + first
@@ -53,36 +61,39 @@ def _next_fit(tokens: Int, work: Int, start: int, room: int, spare: int) -> int:
 
 
 def _fill_rows(problem: Problem, order: Int, row: Int, group: int, level: int) -> None:
-    token_column, work_column = problem.weights[0][order], problem.work[order]
-    tokens, work = token_column.tolist(), work_column.tolist()
+    """One row per slot: a sample goes to the row that has the most cost left per token left.
+
+    A row whose level is near takes short, cheap samples, one whose tokens run out takes long, dense ones, so that
+    both run out together.
+    """
+    tokens, work = problem.weights[0][order], problem.work[order]
+    token_list, work_list = tokens.tolist(), work.tolist()
     first, cap = group * problem.ranks, int(problem.limits[0])
-    free = [cap] * problem.ranks
-    heap = [(0, index) for index in range(problem.ranks)]
-    position, smallest = 0, int(token_column.min())
-    while position < len(work):
-        need, spare = tokens[position], level - work[position]
+    free, spare = np.full(problem.ranks, cap), np.full(problem.ranks, level)
+    heap = [(-level / cap, slot, cap, level) for slot in range(problem.ranks)]
+    position, smallest = 0, int(tokens.min())
+    while position < len(work_list):
+        need, cost = token_list[position], work_list[position]
         skipped = []
-        while heap and heap[0][0] <= spare:
-            load, slot = heap[0]
-            if free[slot] >= need:
-                free[slot] -= need
+        while heap:
+            entry = heap[0]
+            _, slot, left, below = entry
+            if left >= need and below >= cost:
+                left, below = left - need, below - cost
+                free[slot], spare[slot] = left, below
                 row[order[position]] = first + slot
-                heapreplace(heap, (load + work[position], slot))
+                heapreplace(heap, (-below / left if left else 0.0, slot, left, below))
                 break
             heappop(heap)
-            if free[slot] >= smallest:
-                skipped.append((load, slot))
+            if left >= smallest and below >= work_list[-1]:
+                skipped.append(entry)
         else:
-            heap += skipped
-            if not heap:
-                return
-            heap.sort()
-            room = max(free[slot] for _, slot in heap)
-            position = _next_fit(token_column, work_column, position + 1, room, level - heap[0][0])
+            heap, skipped = skipped, []
+            heapify(heap)
+            position = _next_fit(tokens, work, position + 1, free, spare)
             continue
-        if skipped:
-            heap += skipped
-            heap.sort()
+        for entry in skipped:
+            heappush(heap, entry)
         position += 1
 
 
@@ -97,8 +108,7 @@ def _fill_slots(problem: Problem, order: Int, row: Int, group: int, level: int) 
         need, cost = weights[:, position, None], int(work[position])
         fits = (free >= need).all(axis=0) & (load <= level - cost)
         if not fits.any():
-            room, spare = int(free[0].max()), level - int(load.min())
-            position = _next_fit(weights[0], work, position + 1, room, spare)
+            position = _next_fit(weights[0], work, position + 1, free[0], level - load)
             continue
         least = load[fits].min()
         best = int(np.where(fits & (load == least), free[0], np.iinfo(np.int64).max).argmin())

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import numpy as np
 
-from evenstep.plan.bounds import makespan_bound
 from evenstep.plan.exact import MOST_SAMPLES, exact
 from evenstep.plan.grouping import group_like_costs
 from evenstep.plan.levels import levels
@@ -23,7 +22,7 @@ _SLACK = 128  # refine may exceed the level of the best plan by one part in this
 
 
 def run_portfolio(
-    problem: Problem, algorithm: str, holders: Int | None
+    problem: Problem, algorithm: str, holders: Int | None, bound: float
 ) -> tuple[dict[str, Int], dict[str, str]]:
     """Candidate layouts by algorithm, and why an algorithm has none.
 
@@ -31,6 +30,7 @@ def run_portfolio(
         problem: The window.
         algorithm: ``"lpt"``, ``"levels"``, ``"refine"`` or ``"auto"`` for all of them.
         holders: Dp rank that holds each sample, int64 ``[n]``, or None; then there is nothing to refine.
+        bound: Lower bound of the sum of makespans; a layout there is not polished.
     """
     order = np.argsort(-problem.work, kind="stable")
     found: dict[str, Int] = {}
@@ -58,7 +58,9 @@ def run_portfolio(
         return found, failed
     best = None
     if start is not None and "levels" not in failed:
-        best = found["levels"] = start if _optimal(problem, start) else polish(problem, start, hard)
+        best = found["levels"] = (
+            start if _makespans(problem, start) <= bound * (1 + 1e-9) else polish(problem, start, hard)
+        )
     if algorithm in ("auto", "refine"):
         if holders is None:
             if algorithm == "refine":
@@ -125,9 +127,8 @@ def _refine(
         failed.pop("refine", None)
 
 
-def _optimal(problem: Problem, row: Int) -> bool:
-    """Whether the makespans are at their lower bound already, as under a giant that outweighs everything."""
-    return float(problem.loads(row).max(axis=1).sum()) <= makespan_bound(problem) * (1 + 1e-9)
+def _makespans(problem: Problem, row: Int) -> float:
+    return float(problem.loads(row).max(axis=1).sum())
 
 
 def _no_room(left: int) -> str:
