@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from heapq import heapify, heappop, heappush, heapreplace
+from typing import Any
 
 import numpy as np
 
@@ -33,27 +34,40 @@ def lpt(problem: Problem, order: Int, row: Int, first_slot: int = 0) -> None:
 
 
 def _heap_rows(problem: Problem, order: Int, first: int) -> tuple[list[int], int]:
-    """One row per slot: (rows in ``order``, where patience ended)."""
-    column = problem.weights[0][order]
-    tokens, work = column.tolist(), problem.work[order].tolist()
-    smallest = np.minimum.accumulate(column[::-1])[::-1].tolist()
-    heap = [(0, index) for index in range(first, problem.slots)]
-    free = [int(problem.limits[0])] * problem.slots
+    """One row per slot: (rows in ``order``, where patience ended).
+
+    A heap entry is load and slot in one integer, ``load << bits | slot``: half the time of a heap of pairs.
+    """
+    column, bits = problem.weights[0][order], (problem.slots - 1).bit_length()
+    tokens, work = column.tolist(), [cost << bits for cost in problem.work[order].tolist()]
+    smallest = np.minimum.accumulate(column[::-1])[::-1]
+    cap, mask = int(problem.limits[0]), (1 << bits) - 1
+    free = [cap] * problem.slots
     placed = [-1] * len(tokens)
-    skipped: list[tuple[int, int]] = []
+    # The first samples get a row each, as long as they cost something.
+    start = min(problem.slots - first, len(tokens))
+    for position in range(start):
+        free[first + position] = cap - tokens[position]
+    placed[:start] = range(first, first + start)
+    heap = [cost | slot for slot, cost in enumerate(work[:start], first)]
+    heap += range(first + start, problem.slots)
+    heapify(heap)
+    skipped: list[int] = []
     patience = _MAX_SKIPS * (len(tokens) + len(heap))
-    for position, need in enumerate(tokens):
+    for position in range(start, len(tokens)):
+        need = tokens[position]
         while heap:
-            load, slot = heap[0]
+            entry = heap[0]
+            slot = entry & mask
             left = free[slot] - need
             if left >= 0:
                 free[slot] = left
                 placed[position] = slot
-                heapreplace(heap, (load + work[position], slot))
+                heapreplace(heap, entry + work[position])
                 break
             heappop(heap)
             if free[slot] >= smallest[position]:
-                skipped.append((load, slot))
+                skipped.append(entry)
         if skipped:
             patience -= len(skipped)
             _push_back(heap, skipped)
@@ -95,7 +109,7 @@ def _heap_slots(problem: Problem, order: Int, first: int) -> tuple[list[int], in
     return placed, len(tokens)
 
 
-def _push_back(heap: list[tuple[int, int]], skipped: list[tuple[int, int]]) -> None:
+def _push_back(heap: list[Any], skipped: list[Any]) -> None:
     if len(skipped) * 4 > len(heap):
         heap += skipped
         heapify(heap)
