@@ -21,6 +21,7 @@ from evenstep.cost.model import check_model
 from evenstep.cursor import Cursor
 from evenstep.loader import Loader
 from evenstep.nodes import (
+    CallerPrefetch,
     DevicePrefetch,
     HostPrefetch,
     MetadataGather,
@@ -211,8 +212,7 @@ class _Request:
             check_model("cost", self.cost)
         if self.start is not None and not isinstance(self.start, Cursor):
             raise TypeError(f"start is {self.start!r}, expected an evenstep.Cursor")
-        if self.config.collectives == "caller":
-            raise NotImplementedError("collectives='caller' is not available yet; use 'producer'")
+        _launched_by_caller(self.config)
         _check_size(self.dataset, self.sampler)
 
     def compose(self, plane: DataPlane) -> BaseNode[Any]:
@@ -260,10 +260,31 @@ class _Request:
             if config.pin_memory:
                 source = PinMemory(source, self.device, cpu_fields=config.cpu_fields)
         if config.host_prefetch != 0:
-            source = HostPrefetch(source, config.host_prefetch)
+            if _launched_by_caller(config):
+                source = CallerPrefetch(source, config.host_prefetch, device=self.device)
+            else:
+                source = HostPrefetch(source, config.host_prefetch)
         if plane.is_constructor:
             source = DevicePrefetch(source, self.device, config.device_prefetch, cpu_fields=config.cpu_fields)
         return ModelBroadcast(source, plane, self.batch_spec)
+
+
+def _launched_by_caller(config: LoaderConfig) -> bool:
+    """Whether the training thread starts the collectives.
+
+    Raises:
+        ValueError: The producer thread was to start those of a backend that does not bear it.
+    """
+    backends = {"backend": config.backend, "payload_backend": config.payload_backend or config.backend}
+    bound = {field: name for field, name in backends.items() if name != "gloo"}
+    if bound and config.collectives == "producer":
+        field, name = next(iter(bound.items()))
+        raise ValueError(
+            f"collectives='producer' with {field}={name!r}: its collectives run in the order in which one thread starts "
+            "them, and with the training step's beside them the ranks would hang. Choose collectives='auto' (or "
+            "'caller'), or the backend 'gloo'."
+        )
+    return config.collectives == "caller" or bool(bound)
 
 
 def _pack_documents(

@@ -220,12 +220,19 @@ class Loader(tn.Loader[T], Generic[T]):
 
     def prefetch_plan(self) -> None:
         """Start the next plan, once the forward pass is launched (``collectives="caller"``; else it does nothing)."""
+        self._hook("prefetch_plan")
 
     def prefetch(self) -> None:
         """Start the next exchange and copy, once the backward pass is launched; never waits."""
-        for node in upstream(self.root):
-            if hasattr(node, "prefetch"):
-                node.prefetch()
+        self._hook("prefetch")
+
+    def _hook(self, name: str) -> None:
+        """Call a hook of the nodes, those nearest to the data first: what they bring may be copied at once."""
+        if self._closed or self._resets:
+            return
+        for node in reversed(list(upstream(self.root))):
+            if hasattr(node, name):
+                getattr(node, name)()
 
     def close(self) -> None:
         """Leave the other ranks and end every thread within seconds. Idempotent; raises nothing undelivered."""

@@ -12,6 +12,7 @@ import torchdata.nodes as tn
 import evenstep.nodes
 from evenstep import DataPlane, LoaderConfig, MetadataTable, StepSampler
 from evenstep.nodes import (
+    CallerPrefetch,
     DevicePrefetch,
     HostPrefetch,
     MetadataGather,
@@ -95,6 +96,10 @@ def host_prefetch_deep(plane: DataPlane, dataset: Any) -> tn.BaseNode[Any]:
     return HostPrefetch(packer(plane, dataset), 5)
 
 
+def caller_prefetch(plane: DataPlane, dataset: Any) -> tn.BaseNode[Any]:
+    return CallerPrefetch(packer(plane, dataset))
+
+
 def device_prefetch(plane: DataPlane, dataset: Any) -> tn.BaseNode[Any]:
     return DevicePrefetch(host_prefetch(plane, dataset), "cpu")
 
@@ -121,6 +126,7 @@ CASES: dict[str, Build] = {
     "PinMemory": pin,
     "HostPrefetch": host_prefetch,
     "HostPrefetch, deep": host_prefetch_deep,
+    "CallerPrefetch": caller_prefetch,
     "DevicePrefetch": device_prefetch,
     "ModelBroadcast": model_broadcast,
 }

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
-__all__ = ["Abandoned", "Communicator", "SoloCommunicator"]
+__all__ = ["Abandoned", "Communicator", "Launcher", "SoloCommunicator", "launch_here"]
+
+# Called with the name of a collective and what starts it without waiting; returns what that returns.
+Launcher: TypeAlias = Callable[[str, Callable[[], Any]], Any]
+
+
+def launch_here(name: str, start: Callable[[], Any]) -> Any:
+    """Start a collective in the thread that asks for it."""
+    del name
+    return start()
 
 
 class Abandoned(RuntimeError):  # noqa: N818 - not a fault: this rank itself gave up waiting
@@ -23,11 +33,13 @@ class Communicator(Protocol):
         ranks: Global rank at each position of the group.
         position: This rank's position.
         device: Where the group's backend wants its tensors; `broadcast` also takes a buffer that lies there.
+        launcher: How a collective is started, for backends that want it done by one thread and awaited by another.
     """
 
     ranks: tuple[int, ...]
     position: int
     device: torch.device
+    launcher: Launcher
 
     def all_gather(self, row: torch.Tensor) -> torch.Tensor:
         """Gather ``row`` (uint8 ``[n]``, the same ``n`` everywhere) as uint8 ``[size, n]`` by position."""
@@ -58,6 +70,7 @@ class SoloCommunicator:
         self.ranks: tuple[int, ...] = (rank,)
         self.position = 0
         self.device = torch.device("cpu")
+        self.launcher: Launcher = launch_here
 
     def all_gather(self, row: torch.Tensor) -> torch.Tensor:
         """The row itself."""

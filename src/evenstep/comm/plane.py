@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from evenstep.comm.communicator import Communicator, SoloCommunicator
+from evenstep.comm.communicator import Communicator, Launcher, SoloCommunicator
 from evenstep.comm.groups import Groups, check_backend, create_groups, world_communicator
 from evenstep.comm.rounds import Rounds, gather_bytes
 from evenstep.errors import ConfigMismatch, RemoteRankError
@@ -172,6 +172,15 @@ class DataPlane:
         """
         if self._leave.detach() is not None:
             leave(self.rounds, self._communicators, self.close_grace)
+
+    def launch_through(self, launcher: Launcher) -> None:
+        """Have ``launcher`` start every collective of reading, planning and exchanging from now on.
+
+        It must not hold the nodes of a graph: they could not be collected any more.
+        """
+        for communicator in self._communicators:
+            if communicator is not self.model:
+                communicator.launcher = launcher
 
     def abandon(self) -> None:
         """Stop waiting for anybody, in any thread, now and later."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from evenstep.comm.communicator import Abandoned
+from evenstep.comm.communicator import Abandoned, Launcher, launch_here
 from evenstep.errors import RemoteRankError
 
 __all__ = ["SimulatedCommunicator", "SimulatedGroup"]
@@ -54,17 +54,20 @@ class SimulatedGroup:
                 self._dead.add(self.ranks.index(rank))
             self._changed.notify_all()
 
-    def meet(
-        self, turn: int, position: int, kind: str, value: Any, leaving: threading.Event
-    ) -> dict[int, Any]:
-        """Bring ``value`` to the group's ``turn``-th collective and wait until everybody has."""
-        deadline = time.monotonic() + self.timeout
+    def bring(self, turn: int, position: int, kind: str, value: Any) -> None:
+        """Come to the group's ``turn``-th collective with ``value``; waits for nobody."""
         with self._changed:
             meeting = self._meetings.setdefault(turn, _Meeting(kind))
             if meeting.kind != kind:
                 raise AssertionError(f"collective {turn}: {kind} here, {meeting.kind} elsewhere")
             meeting.brought[position] = value
             self._changed.notify_all()
+
+    def meet(self, turn: int, leaving: threading.Event) -> dict[int, Any]:
+        """What everybody brought to the ``turn``-th collective, once all have."""
+        deadline = time.monotonic() + self.timeout
+        with self._changed:
+            meeting = self._meetings[turn]
             while len(meeting.brought) < len(self.ranks):
                 missing = self._dead - set(meeting.brought)
                 if missing:
@@ -92,6 +95,7 @@ class SimulatedCommunicator:
         self.ranks = group.ranks
         self.position = position
         self.device = torch.device("cpu")
+        self.launcher: Launcher = launch_here
         self._group = group
         self._turn = 0
         self._leaving = threading.Event()
@@ -100,9 +104,11 @@ class SimulatedCommunicator:
     def _meet(self, kind: str, value: Any) -> dict[int, Any]:
         if self._failure is not None:
             raise self._failure
-        self._turn += 1
+        turn = self._turn = self._turn + 1
         try:
-            return self._group.meet(self._turn, self.position, kind, value, self._leaving)
+            start = lambda: self._group.bring(turn, self.position, kind, value)  # noqa: E731
+            self.launcher(kind.split("[")[0], start)
+            return self._group.meet(turn, self._leaving)
         except Exception as error:
             self._failure = error
             raise

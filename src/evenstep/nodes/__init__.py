@@ -5,6 +5,7 @@ METADATA  SamplerReader -> Planner -> PlannedReader -> Packer -> ...
 both      ... -> PinMemory -> HostPrefetch -> DevicePrefetch -> ModelBroadcast
 """
 
+from evenstep.nodes.caller_prefetch import CallerPrefetch
 from evenstep.nodes.device_prefetch import DevicePrefetch
 from evenstep.nodes.host_prefetch import HostPrefetch
 from evenstep.nodes.items import GatheredWindow, Place, PlannedBatch, RoutedBatch, Window
@@ -19,6 +20,7 @@ from evenstep.nodes.sampler_reader import SamplerReader
 from evenstep.nodes.stage import Stage
 
 __all__ = [
+    "CallerPrefetch",
     "DevicePrefetch",
     "GatheredWindow",
     "HostPrefetch",

@@ -14,7 +14,7 @@ from evenstep.nodes.epoch_after import epoch_after
 from evenstep.nodes.producer import Produced, Producer
 from evenstep.nodes.stage import Stage
 
-__all__ = ["HostPrefetch"]
+__all__ = ["HostPrefetch", "is_boundary"]
 
 T = TypeVar("T")
 _WITHOUT_WINDOWS = 2  # items ahead where the source's state shows no windows
@@ -36,7 +36,7 @@ class HostPrefetch(Stage[T, T]):
         if depth is not None and (isinstance(depth, bool) or not isinstance(depth, int) or depth < 1):
             raise ValueError(f"depth={depth!r}, expected a number of items >= 1, or None for the next window")
         self.depth = depth
-        self._producer = Producer(source, _room(depth), _is_boundary)
+        self._producer = self._make_producer(source, _room(depth))
         # Also runs at interpreter exit, before the finalizers of what upstream was built on.
         self._finalizer = weakref.finalize(self, self._producer.close)
         self._state: dict[str, Any] | None = None
@@ -84,6 +84,9 @@ class HostPrefetch(Stage[T, T]):
         """Wait until everything that may be produced ahead has been."""
         self._producer.settle()
 
+    def _make_producer(self, source: BaseNode[T], has_room: Callable[[deque[Produced]], bool]) -> Producer:
+        return Producer(source, has_room, is_boundary)
+
     def close(self) -> None:
         """Leave the stream and end the thread, within seconds. Idempotent; raises nothing undelivered."""
         self._finalizer()
@@ -100,7 +103,7 @@ def _room_for_windows(queue: deque[Produced]) -> bool:
     return sum(produced.boundary for produced in queue) < _WITHOUT_WINDOWS
 
 
-def _is_boundary(state: Any) -> bool:
+def is_boundary(state: Any) -> bool:
     """Whether no plan is under way; a source without a cursor counts every item as a window."""
     try:
         return not find_cursor(state).get("plan", 0)

@@ -85,7 +85,7 @@ class Producer:
             while not self._queue:
                 if self._stop:
                     raise RuntimeError("this prefetcher has been closed and gives no more items")
-                self._changed.wait()
+                self._pause()
             first = self._queue[0]
             if first.error is None:
                 self._queue.popleft()
@@ -99,8 +99,8 @@ class Producer:
     def settle(self) -> None:
         """Wait until the thread has produced all it may."""
         with self._changed:
-            while self.alive and (self._busy or (self._running and self._has_room(self._queue))):
-                self._changed.wait()
+            while self.alive and self._at_work():
+                self._pause()
 
     def call(self, order: Callable[[], None]) -> None:
         """Stop producing, drop what is queued, and run ``order`` on the thread; raises what it raises.
@@ -125,11 +125,9 @@ class Producer:
             self._running = False
             self._order = run
             self._changed.notify_all()
-        # A timeout lets the main thread hear Ctrl-C on every platform.
-        while not done.wait(0.5):
-            if self._thread is None or not self._thread.is_alive():
-                break
-        with self._changed:
+            # A timeout lets the main thread hear Ctrl-C on every platform.
+            while not done.is_set() and self._thread is not None and self._thread.is_alive():
+                self._pause(0.5)
             self._queue.clear()
         if failure:
             raise failure[0]
@@ -146,12 +144,24 @@ class Producer:
         plane = self._plane()
         if grace is None:
             grace = 5.0 if plane is None else plane.close_grace
-        thread.join(grace)
+        self._join(thread, grace)
         if thread.is_alive() and plane is not None:
             plane.abandon()
-            thread.join(_PATIENCE)
+            self._join(thread, _PATIENCE)
         with self._changed:
             self._queue.clear()
+
+    def _at_work(self) -> bool:
+        """Whether the thread is inside the source or about to be; the lock is held."""
+        return self._busy or (self._running and self._has_room(self._queue))
+
+    def _pause(self, seconds: float | None = None) -> None:
+        """Wait, at most ``seconds``, for the thread to do something; the lock is held."""
+        self._changed.wait(seconds)
+
+    def _join(self, thread: threading.Thread, seconds: float) -> None:
+        """Wait, at most ``seconds``, for the thread to end."""
+        thread.join(seconds)
 
     def _plane(self) -> DataPlane | None:
         planes = (getattr(node, "plane", None) for node in upstream(self._source))

@@ -1,0 +1,154 @@
+"""Produces ahead where collectives must start from the training thread (NCCL, HCCL): the loop says when."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+from torchdata.nodes import BaseNode
+
+from evenstep.device import DeviceLike, bind_thread, is_accelerator, streams_of
+from evenstep.nodes.host_prefetch import HostPrefetch, is_boundary
+from evenstep.nodes.launch_desk import LaunchDesk
+from evenstep.nodes.producer import Produced, Producer
+from evenstep.nodes.stage import upstream
+
+__all__ = ["CallerPrefetch"]
+
+T = TypeVar("T")
+PATIENCE = 0.001  # seconds
+
+
+class CallerPrefetch(HostPrefetch[T]):
+    """`HostPrefetch` whose thread starts no collective: `prefetch_plan`, `prefetch` and `next` do, for it.
+
+    The thread reads, plans, decodes and packs. Whenever it comes to a collective, it waits until the training thread
+    passes by: in `prefetch_plan` (called once the forward pass is launched) for headers, columns and plans, in
+    `prefetch` (once the backward pass is launched) for payload too, and in `next` for whatever the item still
+    needs. The hooks are optional and harmless to repeat; they may stand at different places of the loop on different
+    ranks, because the order of the collectives is that of the stages, and because a hook waits for no other rank: it
+    leaves after ``patience`` seconds in which nothing could be started. (NCCL itself wants collectives of different
+    groups started in one order on every rank; with it, put the hooks at the same places.) A hook before the first
+    `next` of a stream does nothing; an end or an error that it meets is raised by `next`, in its turn.
+
+    After an error was raised, the thread tells the other ranks by itself, since a loop that has failed passes by
+    no more.
+
+    Args:
+        source: Anything; only the thread calls it.
+        depth: As for `HostPrefetch`.
+        device: Where the collectives' tensors are; on an accelerator the thread works on a stream of its own, and the
+            collectives are started on it, so that they never wait for the training stream.
+        patience: Seconds that a hook gives a collective to finish, so that its successor can start in the same call.
+    """
+
+    def __init__(
+        self,
+        source: BaseNode[T],
+        depth: int | None = None,
+        *,
+        device: DeviceLike = "cpu",
+        patience: float = PATIENCE,
+    ) -> None:
+        self._device = device
+        super().__init__(source, depth)
+        self._patience = patience
+
+    def prefetch_plan(self) -> None:
+        """Start what the next plans need, without waiting for other ranks."""
+        self._attend(payload=False)
+
+    def prefetch(self) -> None:
+        """Start what the next items need, without waiting for other ranks."""
+        self._attend(payload=True)
+
+    def _attend(self, *, payload: bool) -> None:
+        if self._ahead and isinstance(self._producer, _CalledProducer):
+            self._producer.attend(self._patience, payload=payload)
+
+    def _make_producer(self, source: BaseNode[T], has_room: Callable[[deque[Produced]], bool]) -> Producer:
+        producer = _CalledProducer(source, has_room, is_boundary, self._device)
+        for node in upstream(source):
+            plane = getattr(node, "plane", None)
+            if plane is not None:
+                plane.launch_through(producer.desk)
+        return producer
+
+
+class _CalledProducer(Producer):
+    """A producer whose every wait serves the thread's collectives."""
+
+    def __init__(
+        self,
+        source: BaseNode[Any],
+        has_room: Callable[[deque[Produced]], bool],
+        is_boundary: Callable[[Any], bool],
+        device: DeviceLike,
+    ) -> None:
+        super().__init__(source, has_room, is_boundary)
+        self.desk = LaunchDesk(self._changed)
+        self._device = device
+        self._ended = False
+
+    def start(self) -> None:
+        if self._thread is None and is_accelerator(self._device):
+            self.desk.scope = _data_stream(self._device)
+        super().start()
+
+    def get(self) -> Produced:
+        produced = super().get()
+        if produced.error is not None and not isinstance(produced.error, StopIteration):
+            self.desk.leave_alone()
+        return produced
+
+    def call(self, order: Callable[[], None]) -> None:
+        self.desk.attend()
+        super().call(order)
+
+    def attend(self, patience: float, *, payload: bool) -> None:
+        """Start what the thread brings, until it brings nothing for ``patience`` seconds."""
+        started = False
+        deadline = 0.0
+        with self._changed:
+            while self.alive:
+                if self.desk.serve(payload=payload):
+                    started, deadline = True, time.monotonic() + patience
+                    continue
+                left = deadline - time.monotonic()
+                if not started or left <= 0 or self.desk.is_waiting or not self._at_work():
+                    return
+                self._changed.wait(left)
+
+    def _pause(self, seconds: float | None = None) -> None:
+        if not self.desk.serve():
+            super()._pause(seconds)
+
+    def _join(self, thread: threading.Thread, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        with self._changed:
+            while not self._ended and (left := deadline - time.monotonic()) > 0:
+                self._pause(left)
+            if not self._ended:
+                self.desk.close()
+        super()._join(thread, max(0.0, deadline - time.monotonic()))
+
+    def _run(self) -> None:
+        self.desk.worker = threading.current_thread()
+        bind_thread(self._device)
+        try:
+            with self.desk.scope():
+                super()._run()
+        finally:
+            with self._changed:
+                self._ended = True
+                self._changed.notify_all()
+
+
+def _data_stream(device: DeviceLike) -> Callable[[], AbstractContextManager[Any]]:
+    streams = streams_of(device)
+    stream = streams.new_stream()
+    return lambda: streams.on(stream)
