@@ -135,3 +135,7 @@ class BatchInfo:
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain values (JSON-able)."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    def to(self, *_args: Any, **_kwargs: Any) -> BatchInfo:
+        """This record itself, on any device: trainers such as Lightning move what has ``to`` and leave it whole."""
+        return self
