@@ -16,6 +16,8 @@ import evenstep.nodes.device_prefetch as module
 from evenstep.cursor import Cursor
 from evenstep.nodes.device_prefetch import DevicePrefetch
 from evenstep.nodes.pin_memory import PinMemory
+from evenstep.nodes.stage import Stage
+from evenstep.testing import assert_node_conforms
 from evenstep.testing.simulated_device import SimulatedDevice, SimulatedStream, SimulatedTensor
 
 
@@ -429,3 +431,21 @@ def test_types_are_kept_and_cpu_fields_stay_on_the_host() -> None:
     assert batch["movable"].inner._memory.recorded.keys() == {0}  # it is kept, so the allocator must know
     device.synchronize()
     device.check()
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_it_conforms(depth: int) -> None:
+    def node(**options: Any) -> BaseNode[Any]:
+        device = SimulatedDevice()
+        staged = DevicePrefetch(Batches(on(device), **options), device, depth)
+        return Positions(staged)
+
+    assert_node_conforms(node, build_failing=lambda: node(fail_at=2))
+
+
+class Positions(Stage[Any, Any]):
+    """Batches by what tells them apart."""
+
+    def produce(self) -> Any:
+        batch = next(self.source)
+        return (batch["x"].value, batch["x"].is_on_device)

@@ -19,7 +19,7 @@ from evenstep.cursor import Cursor
 from evenstep.errors import RemoteRankError
 from evenstep.nodes.model_broadcast import ModelBroadcast
 from evenstep.samples import BatchInfo
-from evenstep.testing import run_ranks
+from evenstep.testing import assert_node_conforms, run_ranks
 from evenstep.topology import Topology
 
 Result = tuple[Any, dict[str, Any]]
@@ -302,6 +302,32 @@ def test_on_every_mesh_each_replica_gets_the_batches_of_its_constructor(
     assert sorted(got) == list(range(world))
     for ranks in replicas:
         assert all(got[rank] == got[ranks[0]] and len(got[rank]) == 3 for rank in ranks)
+
+
+def test_it_conforms_on_every_rank_at_once() -> None:
+    group = SimulatedGroup((0, 1), timeout=20)
+    failed: list[BaseException] = []
+
+    def check(rank: int) -> None:
+        plane = Plane(group.communicator(rank), rank == 0)
+        built: list[ModelBroadcast] = []
+
+        def node(error: tuple[int, Exception] | None = None) -> ModelBroadcast:
+            built.append(ModelBroadcast(Source(may_pull=rank == 0, error=error), plane))
+            return built[-1]
+
+        try:
+            assert_node_conforms(node, build_failing=lambda: node((2, OSError("disk gone"))))
+        except BaseException as error:
+            failed.append(error)
+            group.kill(rank)
+
+    threads = [threading.Thread(target=check, args=(rank,), daemon=True) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert failed == []
 
 
 class Large(Source):
