@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -10,7 +11,7 @@ from evenstep.plan.exact import MOST_SAMPLES, exact
 from evenstep.plan.grouping import group_like_costs
 from evenstep.plan.levels import levels
 from evenstep.plan.lpt import lpt
-from evenstep.plan.packing import best_fit
+from evenstep.plan.packing import best_fit, fullest_rows
 from evenstep.plan.polish import polish
 from evenstep.plan.problem import Int, Problem
 from evenstep.plan.refine import refine
@@ -95,13 +96,24 @@ def _levels(problem: Problem, order: Int) -> tuple[Int, int, int]:
     row, left = _repaired(problem, assign)
     if not left:
         return group_like_costs(problem, row), hard, 0
-    row, left = _repaired(problem, lambda row: _token_first(problem, row))
+    for pack in (_token_first, _fullest_first):
+        row, left = _repaired(problem, partial(pack, problem))
+        if not left:
+            break
     return (row if left else group_like_costs(problem, row)), 0, left
 
 
 def _token_first(problem: Problem, row: Int) -> None:
     packed = best_fit(problem.weights, problem.limits, np.argsort(-problem.weights[0], kind="stable"))
     row[:] = np.where(packed < problem.num_rows, packed, -1)
+
+
+def _fullest_first(problem: Problem, row: Int) -> None:
+    packed = None
+    if len(problem.limits) == 1:
+        packed = fullest_rows(problem.weights[0], int(problem.limits[0]), problem.num_rows)
+    if packed is not None:
+        row[:] = packed
 
 
 def _refine(
