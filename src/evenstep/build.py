@@ -62,6 +62,7 @@ def build_loader(
     batch_spec: BatchSpec | None = None,
     on_balance: Callable[[Balance], object] | None = None,
     start: Cursor | None = None,
+    allow_changed_dataset: bool = False,
     device: torch.device | str | None = None,
 ) -> Loader[Any]:
     """Build this rank's loader; call it on every rank, in the same order, on the main thread.
@@ -84,6 +85,7 @@ def build_loader(
         batch_spec: What every batch looks like, so that model-parallel peers need not be told.
         on_balance: Called with the `Balance` of each window when its first batch is delivered, on the planner rank.
         start: Where a fresh loader begins; default: the beginning of epoch 0.
+        allow_changed_dataset: Load states of another dataset size, order or seed too, at the same position.
         device: Where batches go; default: CPU under gloo, else the current accelerator.
 
     Raises:
@@ -109,6 +111,7 @@ def build_loader(
         batch_spec=batch_spec,
         on_balance=on_balance,
         start=start,
+        allow_changed_dataset=allow_changed_dataset,
         device=where,
     )
     told: dict[str, str] = {}
@@ -171,6 +174,7 @@ class _Request:
     batch_spec: BatchSpec | None
     on_balance: Callable[[Balance], object] | None
     start: Cursor | None
+    allow_changed_dataset: bool
     device: torch.device
 
     def describe(self) -> dict[str, str]:
@@ -183,6 +187,7 @@ class _Request:
             "cost": describe_cost(DEFAULT_COST if self.cost is None else self.cost),
             "sampler": f"{type(self.sampler).__name__} {stream.to_dict()}, {self.sampler.rows_per_step} rows a step",
             "start": repr(self.start),
+            "allow_changed_dataset": repr(self.allow_changed_dataset),
             "metadata": "known ahead" if self.metadata is not None else "read",
             "explode": "given" if self.explode is not None else "none",
             "codec": type(self.codec).__name__,
@@ -212,6 +217,8 @@ class _Request:
             check_model("cost", self.cost)
         if self.start is not None and not isinstance(self.start, Cursor):
             raise TypeError(f"start is {self.start!r}, expected an evenstep.Cursor")
+        if not isinstance(self.allow_changed_dataset, bool):
+            raise TypeError(f"allow_changed_dataset is {self.allow_changed_dataset!r}, expected a bool")
         _launched_by_caller(self.config)
         _check_size(self.dataset, self.sampler)
 
@@ -241,6 +248,7 @@ class _Request:
             codec=self.codec,
             explode=self.explode,
             start=self.start,
+            allow_changed_dataset=self.allow_changed_dataset,
         )
         if not topology.in_data_plane:
             return ModelBroadcast(source, plane, self.batch_spec)

@@ -113,12 +113,18 @@ class Layout:
         )
 
     def loader(self, stream: Stream, plane: DataPlane, **arguments: Any) -> Loader[Any]:
-        """This rank's loader; its batches are ``{"rows": [[index, ...], ...], "info": ...}``."""
+        """This rank's loader; its batches are ``{"rows": [[index, ...], ...], "info": ...}``.
+
+        Args:
+            stream: What is trained on.
+            plane: This rank's.
+            arguments: Of `build_loader`; ``dataset``, ``config`` and ``sampler`` replace those of the stream.
+        """
         return build_loader(
             arguments.pop("dataset", stream),
             plane,
             arguments.pop("config", None) or self.config(stream),
-            sampler=stream.sampler(),
+            sampler=arguments.pop("sampler", None) or stream.sampler(),
             metadata=np.array(stream.lengths) if self.known else None,
             metadata_fn=_length,
             pack=_pack,
