@@ -211,3 +211,14 @@ def test_a_multiple_is_a_positive_int(multiple: Any) -> None:
             collate(rows, pad_to_multiple_of=multiple)
     with pytest.raises(ValueError, match=f"^pad_documents_to_multiple_of{re.escape(words)}$"):
         collate_varlen(rows, pad_documents_to_multiple_of=multiple)
+
+
+@pytest.mark.parametrize("boundaries", [[0, 2, 4], [0, 2, 2, 3], [1, 3], [0, 3, 2, 3]])
+def test_boundaries_that_disagree_with_tokens_are_told(boundaries: list[int]) -> None:
+    row = {**make_row([2, 1], 4), "cu_seqlens": torch.tensor(boundaries, dtype=torch.int32)}
+    message = (
+        f"cu_seqlens of row 1 is {boundaries}, but the row has 3 tokens; documents would be read from wrong places; give "
+        "strictly increasing boundaries of the real documents, from 0 to num_tokens"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        collate_varlen([make_row([2], 4), row])

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
 __all__ = ["block_diagonal_mask", "document_ids", "document_mask_mod", "thd_arguments"]
-
-Boundaries = torch.Tensor | Sequence[torch.Tensor]
 
 
 def document_ids(batch: Mapping[str, Any]) -> torch.Tensor:

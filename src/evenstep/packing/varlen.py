@@ -59,7 +59,7 @@ def collate_varlen(
     """
     padding = Padding(pad_token_id, ignore_index, pad_values or {})
     names = check_rows(rows, boundaries=True)
-    lengths = np.concatenate([np.diff(np.asarray(row["cu_seqlens"])) for row in rows]).astype(np.int64)
+    lengths = np.concatenate([_lengths(row, k) for k, row in enumerate(rows)])
     padded = round_up(lengths, "pad_documents_to_multiple_of", pad_documents_to_multiple_of)
     total = flat_length(int(padded.sum()), pad_to_multiple_of, pad_to)
     starts = np.concatenate(([0], np.cumsum(padded)))
@@ -82,6 +82,18 @@ def collate_varlen(
             batch[name] = [row.get(name) for row in rows]
     batch.update(global_boundaries(lengths, starts, total))
     return batch
+
+
+def _lengths(row: Mapping[str, Any], position: int) -> Array:
+    """Tokens of each document of ``row``, int64."""
+    boundaries = np.asarray(row["cu_seqlens"], dtype=np.int64)
+    tokens = num_tokens(row)
+    if boundaries[0] != 0 or boundaries[-1] != tokens or (np.diff(boundaries) < 1).any():
+        raise ValueError(
+            f"cu_seqlens of row {position} is {boundaries.tolist()}, but the row has {tokens} tokens; documents would be read "
+            "from wrong places; give strictly increasing boundaries of the real documents, from 0 to num_tokens"
+        )
+    return np.diff(boundaries)
 
 
 def flat_length(tokens: int, pad_to_multiple_of: int, pad_to: int | None) -> int:
