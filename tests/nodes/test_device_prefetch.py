@@ -15,6 +15,7 @@ from torchdata.nodes import BaseNode, IterableWrapper
 import evenstep.nodes.device_prefetch as module
 from evenstep.cursor import Cursor
 from evenstep.nodes.device_prefetch import DevicePrefetch
+from evenstep.nodes.host_prefetch import HostPrefetch
 from evenstep.nodes.pin_memory import PinMemory
 from evenstep.nodes.stage import Stage
 from evenstep.testing import assert_node_conforms
@@ -364,6 +365,19 @@ def test_close_lets_go_of_host_memory_only_when_it_is_read() -> None:
     node.close()
     node.close()
     del node, del_me
+    device.check()
+
+
+def test_behind_the_thread_that_pins() -> None:
+    device = SimulatedDevice()
+    source = Batches(lambda at: {"x": SimulatedTensor(device, at)}, size=30)
+    host = HostPrefetch(PinMemory(source, device), 3)
+    node = DevicePrefetch(host, device, 2)
+    for epoch in range(2):
+        node.reset()
+        assert train(device, node, [(0.001, 0.001, True, True)] * 30) == [(epoch, at) for at in range(30)]
+    node.close()
+    host.close()
     device.check()
 
 

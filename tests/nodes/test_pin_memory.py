@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import pytest
@@ -51,3 +52,29 @@ def test_its_state_is_its_sources() -> None:
     node.reset()
     next(node)
     assert node.state_dict() == source.state_dict()
+
+
+def test_the_device_is_the_one_that_is_current_where_the_node_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    current = [5]
+    bound: list[torch.device] = []
+
+    class Module:
+        Stream = Event = stream = current_stream = None
+
+        @staticmethod
+        def current_device() -> int:
+            return current[0]
+
+        @staticmethod
+        def device(device: torch.device) -> nullcontext[None]:
+            bound.append(device)
+            return nullcontext()
+
+    monkeypatch.setattr(torch, "get_device_module", lambda _: Module)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _: True)
+    node = PinMemory(IterableWrapper([torch.ones(1)]), "xpu")
+    current[0] = 0  # as in another thread
+    next(node)
+    assert bound == [torch.device("xpu", 5)]

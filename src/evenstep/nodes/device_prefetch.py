@@ -121,10 +121,9 @@ class DevicePrefetch(Stage[Any, Any]):
                 "1 hides the copy behind one step"
             )
         self.last_host_batch: Any = None
-        self._device = device
         self._depth = depth
         self._cpu_fields = frozenset(cpu_fields)
-        self._streams: Streams | None = None
+        self._streams: Streams | None = streams_of(device) if is_accelerator(device) else None
         self._copy_stream: Stream | None = None
         self._books = _Books()
         self._failed: BaseException | None = None  # what the source answered behind the last staged batch
@@ -155,10 +154,10 @@ class DevicePrefetch(Stage[Any, Any]):
 
     def produce(self) -> Any:
         """The next batch, its copy ordered before whatever the caller launches next."""
-        if not is_accelerator(self._device):
+        if self._streams is None:
             self.last_host_batch = next(self.source)
             return self.last_host_batch
-        streams, books = self._open(), self._books
+        streams, books = self._streams, self._books
         self._advance()
         if not books.staged and self._failed is None:
             self._stage(streams)
@@ -176,9 +175,9 @@ class DevicePrefetch(Stage[Any, Any]):
 
     def prefetch(self) -> None:
         """Stage ahead what is ready, without waiting; repeating it does no harm."""
-        if not is_accelerator(self._device):
+        if self._streams is None:
             return
-        streams, books = self._open(), self._books
+        streams, books = self._streams, self._books
         ready = getattr(self.source, "ready", None)
         while (
             self._failed is None
@@ -197,12 +196,6 @@ class DevicePrefetch(Stage[Any, Any]):
         """Drop what is staged and let go of the host memory that its copies read."""
         self.clear()
         self._books.leave()
-
-    def _open(self) -> Streams:
-        if self._streams is None:
-            self._streams = streams_of(self._device)
-            self._copy_stream = self._streams.new_stream()
-        return self._streams
 
     def _advance(self) -> None:
         """The consumer is done with the batch in use, as far as it launched anything, unless it keeps the batch."""
@@ -238,8 +231,9 @@ class DevicePrefetch(Stage[Any, Any]):
             self._failed = error
 
     def _launch(self, streams: Streams, host: Any, state: dict[str, Any]) -> None:
-        assert self._copy_stream is not None
         books = self._books
+        if self._copy_stream is None:
+            self._copy_stream = streams.new_stream()
         while not self._slot_is_free():
             self._copy_stream.wait_event(books.pop_slot())
         copied = streams.new_event()

@@ -20,7 +20,8 @@ class PinMemory(Stage[Any, Any]):
 
     Args:
         source: Makes batches.
-        device: The accelerator they will go to; it is made current only while pinning.
+        device: The accelerator they will go to; without an index, the one that is current where this node is
+            made. It is made current only while pinning.
         cpu_fields: Paths of fields that stay on the host (``"labels"``, ``"vision.grid"``): not pinned.
     """
 
@@ -28,16 +29,14 @@ class PinMemory(Stage[Any, Any]):
         self, source: BaseNode[Any], device: DeviceLike, *, cpu_fields: Collection[str] = ()
     ) -> None:
         super().__init__(source)
-        self._device = device
         self._cpu_fields = frozenset(cpu_fields)
-        self._streams: Streams | None = None
+        # Here, not in the thread that pins, where another device may be current.
+        self._streams: Streams | None = streams_of(device) if is_accelerator(device) else None
 
     def produce(self) -> Any:
         """The next batch, pinned."""
         batch = next(self.source)
-        if not is_accelerator(self._device):
-            return batch
         if self._streams is None:
-            self._streams = streams_of(self._device)
+            return batch
         with self._streams.bind():
             return pin_batch(batch, self._cpu_fields)
