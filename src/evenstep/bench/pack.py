@@ -18,6 +18,7 @@ from evenstep.packing import collate_rows, collate_varlen, fused, pack_text
 __all__ = ["add_arguments", "measure", "run"]
 
 Rows = list[list[dict[str, torch.Tensor]]]
+RUNS = 10
 COPIED = 64 * 2**20  # more than caches hold
 COLLATES = {"padded": collate_rows, "varlen": collate_varlen}
 
@@ -140,13 +141,15 @@ def _compose(pack: Callable[..., Any], collate: Callable[..., Any], rows: Rows, 
 
 
 def _best(contenders: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
-    """Least seconds of each, all of them in turn, so that a busy machine slows them alike."""
+    """Least seconds of each, in turns of ten runs: a busy machine slows all alike, and caches are warm."""
     best = dict.fromkeys(contenders, float("inf"))
-    for _ in range(repeats + 1):
+    for _ in range(-(-repeats // RUNS)):
         for name, contender in contenders.items():
-            start = time.perf_counter()
             contender()
-            best[name] = min(best[name], time.perf_counter() - start)
+            for _ in range(RUNS):
+                start = time.perf_counter()
+                contender()
+                best[name] = min(best[name], time.perf_counter() - start)
     return best
 
 
