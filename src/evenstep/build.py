@@ -23,6 +23,7 @@ from evenstep.loader import Loader
 from evenstep.nodes import (
     CallerPrefetch,
     DevicePrefetch,
+    ExternalStepReader,
     HostPrefetch,
     MetadataGather,
     ModelBroadcast,
@@ -34,9 +35,9 @@ from evenstep.nodes import (
     SamplerReader,
 )
 from evenstep.nodes.balance import Balance
-from evenstep.nodes.known import known_metadata
+from evenstep.nodes.known import KnownMetadata, known_metadata
 from evenstep.packing import collate_rows, pack_text, with_oversized
-from evenstep.sampling import Sampler
+from evenstep.sampling import LocalStepSource, Sampler
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -51,7 +52,7 @@ def build_loader(
     mesh: DeviceMesh | DataPlane | None,
     config: LoaderConfig,
     *,
-    sampler: Sampler | None = None,
+    sampler: Sampler | LocalStepSource | None = None,
     metadata_fn: Callable[[Any], Any] | None = None,
     metadata: Any = None,
     pack: Callable[[Any, int], Any] = pack_text,
@@ -68,10 +69,11 @@ def build_loader(
     """Build this rank's loader; call it on every rank, in the same order, on the main thread.
 
     Args:
-        dataset: Anything with ``dataset[i]`` and ``len``; None on ranks that read nothing.
+        dataset: Anything with ``dataset[i]`` and ``len``; None on ranks that read nothing. Without a ``sampler``: a
+            rank-local source of steps ``[[sample, ...], ...]``, one row after the other; see `ExternalStepReader`.
         mesh: Device mesh over the whole world; a ready `DataPlane`; None: one process.
         config: What the loader does; equal on every rank.
-        sampler: Which samples make a step; equal on every rank.
+        sampler: Which samples make a step; equal on every rank. A `RankLocalBatchSampler` knows this rank's alone.
         metadata_fn: ``sample -> int | SampleMetadata``; default ``len(sample["input_ids"])``.
         metadata: Lengths known ahead: integers ``[len(dataset)]``, the path of an ``.npy`` file of them, a mapping of
             columns (``"tokens"``, ``"loss_tokens"``, features by name), a sequence of `SampleMetadata`, or a
@@ -163,7 +165,7 @@ class _Request:
 
     dataset: Any
     config: LoaderConfig
-    sampler: Sampler | None
+    sampler: Sampler | LocalStepSource | None
     metadata_fn: Callable[[Any], Any] | None
     metadata: Any
     pack: Callable[[Any, int], Any]
@@ -180,12 +182,10 @@ class _Request:
     def describe(self) -> dict[str, str]:
         """What must be equal on every rank, as text."""
         self._check()
-        assert self.sampler is not None
-        stream = self.sampler.start()
         return {
             **self.config.to_dict(),
             "cost": describe_cost(DEFAULT_COST if self.cost is None else self.cost),
-            "sampler": f"{type(self.sampler).__name__} {stream.to_dict()}, {self.sampler.rows_per_step} rows a step",
+            "sampler": self._describe_steps(),
             "start": repr(self.start),
             "allow_changed_dataset": repr(self.allow_changed_dataset),
             "metadata": "known ahead" if self.metadata is not None else "read",
@@ -194,11 +194,26 @@ class _Request:
             "batch_spec": repr(self.batch_spec),
         }
 
+    def _describe_steps(self) -> str:
+        """Who makes the steps."""
+        sampler = self.sampler
+        if sampler is None:
+            return "external source"
+        told = f"{type(sampler).__name__} {sampler.start().to_dict()}"
+        return (
+            told if isinstance(sampler, LocalStepSource) else f"{told}, {sampler.rows_per_step} rows a step"
+        )
+
     def _check(self) -> None:
-        if not isinstance(self.sampler, Sampler):
+        if self.sampler is not None and not isinstance(self.sampler, (Sampler, LocalStepSource)):
             raise TypeError(
                 f"sampler is {self.sampler!r}, expected a StepSampler, TokenBudgetSampler or another object with "
-                "step_at(cursor), start() and rows_per_step"
+                "step_at(cursor), start() and rows_per_step; or None for a dataset that makes its own steps"
+            )
+        if self.metadata is not None and not isinstance(self.sampler, Sampler):
+            raise ValueError(
+                "metadata describes the samples of a dataset by index, which a rank-local stream of steps does not "
+                "tell the other ranks: pass a sampler over the whole dataset, or leave metadata out"
             )
         for name in ("pack", "collate"):
             if not callable(getattr(self, name)):
@@ -220,11 +235,11 @@ class _Request:
         if not isinstance(self.allow_changed_dataset, bool):
             raise TypeError(f"allow_changed_dataset is {self.allow_changed_dataset!r}, expected a bool")
         _launched_by_caller(self.config)
-        _check_size(self.dataset, self.sampler)
+        if isinstance(self.sampler, Sampler):
+            _check_size(self.dataset, self.sampler)
 
     def compose(self, plane: DataPlane) -> BaseNode[Any]:
         """The graph of this rank, by its role."""
-        assert self.sampler is not None
         config, topology = self.config, plane.topology
         groups = topology.dp_size // topology.balance_group_size
         if groups > 1 and (config.accumulation_steps == "auto" or config.resume == "micro_batch"):
@@ -236,20 +251,9 @@ class _Request:
             raise ValueError(f"dataset=None, but rank {topology.rank} reads samples; pass the dataset here")
         known = None
         if self.metadata is not None:
+            assert self.sampler is not None
             known = known_metadata(self.metadata, self.sampler.start().dataset_size)
-        source: BaseNode[Any] = SamplerReader(
-            self.sampler,
-            self.dataset,
-            plane,
-            config,
-            metadata_fn=self.metadata_fn,
-            metadata=known,
-            cost=self.cost,
-            codec=self.codec,
-            explode=self.explode,
-            start=self.start,
-            allow_changed_dataset=self.allow_changed_dataset,
-        )
+        source = self._reader(plane, known)
         if not topology.in_data_plane:
             return ModelBroadcast(source, plane, self.batch_spec)
         if known is None:
@@ -275,6 +279,23 @@ class _Request:
         if plane.is_constructor:
             source = DevicePrefetch(source, self.device, config.device_prefetch, cpu_fields=config.cpu_fields)
         return ModelBroadcast(source, plane, self.batch_spec)
+
+    def _reader(self, plane: DataPlane, known: KnownMetadata | None) -> BaseNode[Any]:
+        """Where the steps come from."""
+        common: dict[str, Any] = {
+            "metadata_fn": self.metadata_fn,
+            "cost": self.cost,
+            "codec": self.codec,
+            "explode": self.explode,
+            "start": self.start,
+            "allow_changed_dataset": self.allow_changed_dataset,
+        }
+        if isinstance(self.sampler, Sampler):
+            return SamplerReader(self.sampler, self.dataset, plane, self.config, metadata=known, **common)
+        if self.sampler is None:
+            return ExternalStepReader(self.dataset, plane, self.config, **common)
+        source = self.sampler if plane.is_constructor else None
+        return ExternalStepReader(source, plane, self.config, dataset=self.dataset, **common)
 
 
 def _launched_by_caller(config: LoaderConfig) -> bool:

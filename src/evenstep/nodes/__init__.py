@@ -2,13 +2,16 @@
 
 ONLINE    SamplerReader -> MetadataGather -> Planner -> PayloadAllToAll -> Packer -> ...
 METADATA  SamplerReader -> Planner -> PlannedReader -> Packer -> ...
-both      ... -> PinMemory -> HostPrefetch -> DevicePrefetch -> ModelBroadcast
+EXTERNAL  ExternalStepReader -> MetadataGather -> Planner -> PayloadAllToAll -> Packer -> ...
+all       ... -> PinMemory -> HostPrefetch -> DevicePrefetch -> ModelBroadcast
 """
 
 from evenstep.nodes.caller_prefetch import CallerPrefetch
 from evenstep.nodes.device_prefetch import DevicePrefetch
+from evenstep.nodes.external_step_reader import ExternalStepReader
+from evenstep.nodes.fetch import Fetcher, InlineFetcher, ThreadFetcher
 from evenstep.nodes.host_prefetch import HostPrefetch
-from evenstep.nodes.items import GatheredWindow, Place, PlannedBatch, RoutedBatch, Window
+from evenstep.nodes.items import Counts, GatheredWindow, Place, PlannedBatch, RoutedBatch, Window
 from evenstep.nodes.metadata_gather import MetadataGather
 from evenstep.nodes.model_broadcast import ModelBroadcast
 from evenstep.nodes.packer import Packer
@@ -16,14 +19,21 @@ from evenstep.nodes.payload_all_to_all import PayloadAllToAll
 from evenstep.nodes.pin_memory import PinMemory
 from evenstep.nodes.planned_reader import PlannedReader
 from evenstep.nodes.planner import Planner
+from evenstep.nodes.sample_seed import current_sample_seed
 from evenstep.nodes.sampler_reader import SamplerReader
 from evenstep.nodes.stage import Stage
+from evenstep.nodes.step_builder import StepBuilder
+from evenstep.nodes.worker_processes import ProcessFetcher
 
 __all__ = [
     "CallerPrefetch",
+    "Counts",
     "DevicePrefetch",
+    "ExternalStepReader",
+    "Fetcher",
     "GatheredWindow",
     "HostPrefetch",
+    "InlineFetcher",
     "MetadataGather",
     "ModelBroadcast",
     "Packer",
@@ -33,8 +43,12 @@ __all__ = [
     "PlannedBatch",
     "PlannedReader",
     "Planner",
+    "ProcessFetcher",
     "RoutedBatch",
     "SamplerReader",
     "Stage",
+    "StepBuilder",
+    "ThreadFetcher",
     "Window",
+    "current_sample_seed",
 ]

@@ -63,11 +63,15 @@ class Place:
         """The state at the beginning of this window's optimizer step."""
         return self._state(self.start, 0)
 
+    def end_state(self) -> dict[str, Any]:
+        """The state after this window's optimizer step."""
+        return self._state(self.end, 1)
+
     def after(self, delivered: int, digest: int) -> dict[str, Any]:
         """The state once ``delivered`` micro-batches of this window have been handed out."""
         done = self.first + delivered
         if done == self.total:
-            return self._state(self.end, 1)
+            return self.end_state()
         under_way = digest if delivered < self.count else 0
         return self._state(replace(self.start, micro_batch=done, plan=under_way), 0)
 

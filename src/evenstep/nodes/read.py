@@ -28,7 +28,7 @@ __all__ = ["SampleReader", "make_columns", "make_fetcher"]
 log = logging.getLogger("evenstep")
 
 Ints = npt.NDArray[np.int64]
-_DOCUMENTS = 1 << 31  # more than any sample has: leaves room between two samples of a window
+_DOCUMENTS = 1 << 20  # more than any sample has: leaves room between two samples of a window
 
 
 def make_fetcher(dataset: Any, config: LoaderConfig, plane: DataPlane) -> Fetcher:
@@ -86,23 +86,42 @@ class SampleReader:
         self._travels = plane.balance is not None and len(plane.balance.ranks) > 1
 
     def read(
-        self, place: Place, indices: Ints, rows: npt.NDArray[np.int32], order: Ints, values: Sequence[Any]
+        self,
+        place: Place,
+        indices: Ints,
+        rows: npt.NDArray[np.int32],
+        order: Ints,
+        values: Sequence[Any],
+        *,
+        positions: Ints | None = None,
     ) -> Window:
         """The window of ``values``, the samples (or `Unreadable`) at ``indices``; int64, int32 and int64 ``[n]``.
+
+        Args:
+            place: Where the window stands.
+            indices: Dataset index of each sample; -1 for those of a stream.
+            rows: Reference row of each.
+            order: Place of each in the window.
+            values: The samples.
+            positions: Where each stands in its step, to name those of a stream.
 
         Raises:
             SampleError: A sample cannot be read, measured or encoded, or breaks a policy.
         """
         kept = _Kept()
-        for k, (index, value) in enumerate(zip(indices.tolist(), values, strict=True)):
+        where = "" if positions is None else f" of step {place.start.step} on this rank"
+        names = (indices if positions is None else positions).tolist()
+        for k, (name, value) in enumerate(zip(names, values, strict=True)):
             try:
                 if isinstance(value, Unreadable):
                     raise value.error
                 self._keep(kept, k, value)
             except Exception as error:
                 if self._config.on_sample_error != "skip":
-                    raise SampleError(f"sample {index}: {type(error).__name__}: {error}", index) from error
-                log.warning("sample %d is skipped: %s: %s", index, type(error).__name__, error)
+                    raise SampleError(
+                        f"sample {name}{where}: {type(error).__name__}: {error}", name
+                    ) from error
+                log.warning("sample %d%s is skipped: %s: %s", name, where, type(error).__name__, error)
                 kept.skipped += 1
         sources = np.array(kept.sources, dtype=np.int64)
         places = order[sources]

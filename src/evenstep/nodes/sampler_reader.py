@@ -178,7 +178,7 @@ class SamplerReader(BaseNode[Window]):
         window = self._window(asked)
         place = window.place
         # The last window's state is the state after its step; "auto" cannot tell yet, and has one window a step.
-        self._state = place.end.to_dict() if not place.total else place.after(place.count, 0)
+        self._state = place.end_state() if not place.total else place.after(place.count, 0)
         self.counts += window.counts
         if self._fetcher is not None and self._fetcher.ahead:
             try:

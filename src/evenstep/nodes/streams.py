@@ -1,0 +1,151 @@
+"""Any iterable, driven alike: begin a pass, take an item, say where it stands, go there again."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+from torchdata.nodes import BaseNode
+
+__all__ = ["Stream", "check_serialisable", "open_stream", "pass_epoch_on"]
+
+
+class Stream(Protocol):
+    """A source with a position."""
+
+    def begin(self) -> None:
+        """Go to the beginning of the next pass."""
+
+    def load(self, state: Any) -> None:
+        """Go to where `state` was taken."""
+
+    def state(self) -> Any:
+        """A copy of the position."""
+
+    def next(self) -> Any:
+        """The next item, or StopIteration."""
+
+
+def open_stream(source: Any, items: str) -> Stream:
+    """What drives ``source``, which makes ``items``.
+
+    Raises:
+        TypeError: It cannot be iterated.
+    """
+    if isinstance(source, BaseNode):
+        return _Node(source)
+    if not hasattr(source, "__iter__"):
+        raise TypeError(
+            f"the source of {items} is {type(source).__name__} {source!r}, expected a torchdata node, a "
+            f"StatefulDataLoader, an IterableDataset or another iterable of {items}"
+        )
+    if callable(getattr(source, "state_dict", None)) and callable(getattr(source, "load_state_dict", None)):
+        return _Stateful(source)
+    return _Replayed(source)
+
+
+def pass_epoch_on(source: Any, epoch: int) -> None:
+    """Tell ``source`` the epoch, where it has ``set_epoch``."""
+    if callable(getattr(source, "set_epoch", None)):
+        source.set_epoch(epoch)
+
+
+class _Node:
+    """A graph of torchdata nodes."""
+
+    def __init__(self, source: BaseNode[Any]) -> None:
+        self._source = source
+
+    def begin(self) -> None:
+        self._source.reset(None)
+
+    def load(self, state: Any) -> None:
+        self._source.reset(copy.deepcopy(state))
+
+    def state(self) -> Any:
+        return copy.deepcopy(self._source.state_dict())
+
+    def next(self) -> Any:
+        return next(self._source)
+
+
+class _Stateful:
+    """An iterable with ``state_dict`` and ``load_state_dict``, such as StatefulDataLoader."""
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+        self._items: Iterator[Any] = iter(())
+
+    def begin(self) -> None:
+        self._items = iter(self._source)
+
+    def load(self, state: Any) -> None:
+        self._source.load_state_dict(copy.deepcopy(state))
+        self._items = iter(self._source)
+
+    def state(self) -> Any:
+        return copy.deepcopy(self._source.state_dict())
+
+    def next(self) -> Any:
+        return next(self._items)
+
+
+class _Replayed:
+    """Keeps no position: its items are counted, and iterated again on a resume."""
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+        self._items: Iterator[Any] = iter(())
+        self._taken = 0
+
+    def begin(self) -> None:
+        items = iter(self._source)
+        if items is self._source and self._taken:
+            raise RuntimeError(
+                f"{type(self._source).__name__} can be iterated only once, and {self._taken} of its items are gone: "
+                "pass an object whose __iter__ begins again, or a node or loader that has a state"
+            )
+        self._items, self._taken = items, 0
+
+    def load(self, state: Any) -> None:
+        if not isinstance(state, Mapping) or type(state.get("taken")) is not int or state["taken"] < 0:
+            raise ValueError(
+                f"the state of the source is {state!r}, expected {{'taken': a number of items}}: it was saved with a "
+                "source of another kind"
+            )
+        self.begin()
+        for _ in range(state["taken"]):
+            next(self._items, None)
+        self._taken = state["taken"]
+
+    def state(self) -> Any:
+        return {"taken": self._taken}
+
+    def next(self) -> Any:
+        item = next(self._items)
+        self._taken += 1
+        return item
+
+
+def check_serialisable(state: Any, where: str) -> None:
+    """Refuse a state that no checkpoint can hold, by the name of the key that holds it.
+
+    Raises:
+        TypeError: A value cannot be pickled.
+    """
+    if isinstance(state, Mapping):
+        for key, value in state.items():
+            check_serialisable(value, f"{where}[{key!r}]")
+    elif isinstance(state, (list, tuple)):
+        for k, value in enumerate(state):
+            check_serialisable(value, f"{where}[{k}]")
+    else:
+        try:
+            pickle.dumps(state)
+        except Exception as error:
+            raise TypeError(
+                f"{where} is {state!r} ({type(state).__name__}), which no checkpoint can hold ({error}): the state of "
+                "a source is made of plain values, arrays and tensors"
+            ) from error
