@@ -203,6 +203,7 @@ def leave(rounds: Rounds | None, communicators: Sequence[Communicator], grace: f
             rounds.leave()
         finally:
             alarm.cancel()
+            alarm.join()  # it holds the groups: freed by a thread that outlives the interpreter, they abort it
     give_up()
 
 
