@@ -63,6 +63,7 @@ class Prepared:
     document: bytes
     extra: bytes
     tensors: list[torch.Tensor]
+    kinds: list[TensorKind]
     layout: Layout
     structure: bytes
 
@@ -94,6 +95,7 @@ class BatchBroadcast:
         self._structure = b""  # what the peers were told last
         self._node: list[Any] = []
         self._kinds: list[TensorKind] = []
+        self._last: tuple[list[TensorKind], list[list[int]], Layout] | None = None
 
     def restart(self) -> None:
         """The next message is the first of another stream (an epoch, a loaded state)."""
@@ -120,8 +122,10 @@ class BatchBroadcast:
             told["shapes"] = [list(tensor.shape) for tensor in leaves.tensors]
             if structure != self._structure:
                 told["structure"] = node
-        layout = Layout(tensor_kinds(node), [tensor.shape for tensor in leaves.tensors])
-        return Prepared(_to_json(told), self._encode(leaves), leaves.tensors, layout, structure)
+        known = bool(structure) and structure == self._structure
+        kinds = self._kinds if known else tensor_kinds(node)
+        layout = self._layout(kinds, [list(tensor.shape) for tensor in leaves.tensors])
+        return Prepared(_to_json(told), self._encode(leaves), leaves.tensors, kinds, layout, structure)
 
     def send(self, prepared: Prepared) -> None:
         """Broadcast a batch."""
@@ -129,7 +133,7 @@ class BatchBroadcast:
         fill = (lambda out: layout.pack_host(tensors, out)) if layout.host.nbytes else None
         with self._aside():
             self._channel.post(BATCH, prepared.document, prepared.extra, layout.host.nbytes, fill)
-        self._structure = prepared.structure
+        self._structure, self._kinds = prepared.structure, prepared.kinds
         self._tensors.send(tensors, layout)
 
     def send_end(self, state: dict[str, Any]) -> None:
@@ -167,7 +171,7 @@ class BatchBroadcast:
         if told["others"]:
             buffer = torch.from_numpy(np.frombuffer(heard.extra, np.uint8).copy())
             leaves.others = self._codec.decode(buffer, told["others"])
-        layout = Layout(self._kinds, shapes)
+        layout = self._layout(self._kinds, shapes)
         if layout.host.nbytes != len(heard.tail):
             raise WireFormatError(
                 f"rank {self._ranks[CONSTRUCTOR]} sent {len(heard.tail)} bytes of small tensors, its own table of sizes says "
@@ -175,6 +179,12 @@ class BatchBroadcast:
             )
         leaves.tensors = self._tensors.receive(self._kinds, shapes, layout, heard.tail)
         return Message(state=told["state"], batch=rebuild(self._node, leaves))
+
+    def _layout(self, kinds: list[TensorKind], shapes: list[list[int]]) -> Layout:
+        """Batches mostly look like the one before."""
+        if self._last is None or self._last[0] is not kinds or self._last[1] != shapes:
+            self._last = (kinds, shapes, Layout(kinds, shapes))
+        return self._last[2]
 
     def _shapes(self, told: dict[str, Any]) -> list[list[int]]:
         """The shapes of the batch's tensors; takes note of its structure."""
