@@ -149,8 +149,8 @@ class BufferPool:
 
 
 def _capacity(nbytes: int) -> int:
-    """Round up to one of eight sizes per power of two, so that segments of like size share buffers."""
-    step = max(_SMALLEST, 1 << max(nbytes.bit_length() - 4, 0))
+    """Round up to one of sixteen sizes per power of two, so that segments of like size share buffers."""
+    step = max(_SMALLEST, 1 << max(nbytes.bit_length() - 5, 0))
     return -(-nbytes // step) * step
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -37,6 +38,10 @@ class ProcessGroupCommunicator:
             CPU buffers then travel through it.
         name: What the group is for, in error messages.
         ranks: Global ranks in the order of our positions; torch keeps its own, ascending.
+
+    Attributes:
+        calls: Collectives so far, by name.
+        sent_bytes: Bytes that this rank gave to them for others, once per receiver, by name.
     """
 
     def __init__(
@@ -55,6 +60,8 @@ class ProcessGroupCommunicator:
         self._in_order = self._inner == sorted(self._inner)
         self.device = device
         self.launcher: Launcher = launch_here
+        self.calls: Counter[str] = Counter()
+        self.sent_bytes: Counter[str] = Counter()
         self._group = group
         self._timeout = timeout
         self._name = name
@@ -64,6 +71,7 @@ class ProcessGroupCommunicator:
     def all_gather(self, row: torch.Tensor) -> torch.Tensor:
         """See `Communicator.all_gather`."""
         source = row.to(self.device)
+        self.sent_bytes["all_gather"] += row.numel() * (len(self.ranks) - 1)
         out = torch.empty(len(self.ranks) * row.numel(), dtype=torch.uint8, device=self.device)
         start = lambda: _all_gather(out, source, group=self._group, async_op=True)  # noqa: E731
         self._run("all_gather", start, [out, source])
@@ -73,9 +81,11 @@ class ProcessGroupCommunicator:
     def broadcast(self, buffer: torch.Tensor, source: int) -> None:
         """See `Communicator.broadcast`; a buffer that already lies on the group's device is used in place."""
         staged = buffer.to(self.device)
+        self.sent_bytes["broadcast"] += buffer.numel() * (len(self.ranks) - 1) * (source == self.position)
         origin = self.ranks[source]
         start = lambda: dist.broadcast(staged, src=origin, group=self._group, async_op=True)  # noqa: E731
-        self._run("broadcast", start, [staged])
+        # A batch on its way to the training stream: the stream waits, not the host.
+        self._run("broadcast", start, [staged], by_stream=staged is buffer and self.device.type != "cpu")
         if staged is not buffer and source != self.position:
             buffer.copy_(staged)
 
@@ -89,6 +99,7 @@ class ProcessGroupCommunicator:
         """See `Communicator.all_to_all`."""
         assert self._in_order, "groups that exchange payload keep torch's order"
         outgoing, incoming = send.to(self.device), receive
+        self.sent_bytes["all_to_all"] += send.numel() - send_splits[self.position]
         if self.device.type != "cpu":
             incoming = torch.empty(receive.numel(), dtype=torch.uint8, device=self.device)
         self._run(
@@ -105,11 +116,14 @@ class ProcessGroupCommunicator:
         """See `Communicator.abandon`."""
         self._leaving.set()
 
-    def _run(self, name: str, start: Callable[[], Any], buffers: list[torch.Tensor]) -> None:
+    def _run(
+        self, name: str, start: Callable[[], Any], buffers: list[torch.Tensor], *, by_stream: bool = False
+    ) -> None:
         if self._failure is not None:
             raise self._failure
         if self._leaving.is_set():
             raise self._give_up(None, buffers, self._left())
+        self.calls[name] += 1
         try:
             work = self.launcher(name, start)
         except Abandoned as error:
@@ -117,7 +131,10 @@ class ProcessGroupCommunicator:
         except (RuntimeError, ValueError) as error:  # the group is gone, or a peer is
             raise self._give_up(None, buffers, self._lost(error)) from error
         try:
-            self._wait(work)
+            if by_stream:
+                work.wait()
+            else:
+                self._wait(work)
         except RuntimeError as error:
             failure = error if isinstance(error, (Abandoned, RemoteRankError)) else self._lost(error)
             raise self._give_up(work, buffers, failure) from error.__cause__
