@@ -40,7 +40,7 @@ class ExternalStepReader(BaseNode[Window]):
     ``accumulation_steps="auto"`` any number, whose samples are packed into as few micro-batches as fit.
 
     Its state is the shared cursor, which counts rows, and beside it the position of this rank's stream under the
-    key of its dp rank: ``"source": {"3": ...}``. It resumes exactly, on as many dp ranks; on another number only if
+    key of its dp rank: ``"source": {"3": {"epoch": ..., "position": ...}}``. It resumes exactly, on as many dp ranks; on another number only if
     the source has ``reshard(states, dp_rank, dp_size) -> state``, which gets the states of all old ranks by number.
 
     Args:
@@ -115,6 +115,7 @@ class ExternalStepReader(BaseNode[Window]):
         self._layout: Layout | None = None
         self._rows = 0
         self._position = self._begin
+        self._here: dict[str, Any] = {}  # where the stream stands
         self._state: dict[str, Any] = {**self._begin.to_dict(), "source": {}}
         self._fresh = True
         self._checked = False
@@ -134,15 +135,18 @@ class ExternalStepReader(BaseNode[Window]):
             self._load(self._begin, {})
         else:
             cursor, sources = _split(self._state)
-            following = cursor.next_epoch()
-            self._load(following, sources if following == cursor else {})
+            self._load(cursor.next_epoch(), sources)
         self._fresh = False
         self._places = iter(())
 
     def _load(self, cursor: Cursor, sources: Mapping[str, Any]) -> None:
+        self._here = {}
         if self._stream is not None:
             if sources:
-                self._stream.load(cursor.epoch, self._mine(cursor, sources))
+                epoch, position = _entry(self._mine(cursor, sources))
+                self._stream.load(epoch, position)
+                if epoch != cursor.epoch:  # the state of an epoch's end, moved on to another epoch
+                    self._stream.begin(cursor.epoch)
             elif cursor.consumed_samples or cursor.micro_batch:
                 raise StateMismatch(
                     "the state has no position of an external source beside its cursor: it was saved by a loader "
@@ -150,8 +154,9 @@ class ExternalStepReader(BaseNode[Window]):
                 )
             else:
                 self._stream.begin(cursor.epoch)
+            self._here = self._source_state(cursor.epoch)
         self._position = cursor
-        self._state = {**cursor.to_dict(), "source": self._source_state()}
+        self._state = {**cursor.to_dict(), "source": self._here}
 
     def _mine(self, cursor: Cursor, sources: Mapping[str, Any]) -> Any:
         size = self.plane.topology.dp_size
@@ -163,7 +168,9 @@ class ExternalStepReader(BaseNode[Window]):
                     f"to go from {cursor.dp_size} to {size} data-parallel ranks the source needs the states of all old "
                     f'ranks, those of {", ".join(missing)} are missing: merge the "source" entries of all ranks'
                 )
-            return reshard({int(d): state for d, state in sources.items()}, int(self._key), size)
+            epochs, states = zip(*map(_entry, sources.values()), strict=True)
+            by_rank = dict(zip(map(int, sources), states, strict=True))
+            return {"epoch": epochs[0], "position": reshard(by_rank, int(self._key), size)}
         if self._key not in sources:
             raise StateMismatch(
                 f"the state has positions of the external sources of dp ranks {sorted(sources)}, not of this rank's "
@@ -171,14 +178,14 @@ class ExternalStepReader(BaseNode[Window]):
             )
         return copy.deepcopy(sources[self._key])
 
-    def _source_state(self) -> dict[str, Any]:
-        if self._stream is None:
-            return {}
-        state = self._stream.state()
+    def _source_state(self, epoch: int) -> dict[str, Any]:
+        """This rank's entry: where its stream stands, and in which epoch."""
+        assert self._stream is not None
+        position = self._stream.state()
         if not self._checked:
-            check_serialisable(state, f"state['source'][{self._key!r}]")
+            check_serialisable(position, f"state['source'][{self._key!r}]['position']")
             self._checked = True
-        return {self._key: state}
+        return {self._key: {"epoch": epoch, "position": position}}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Refuse a state of another stream or another number of ranks, when it is loaded.
@@ -226,9 +233,9 @@ class ExternalStepReader(BaseNode[Window]):
         if self._stream is None:
             raise RuntimeError("this rank constructs nothing: it has no external steps to read")
         position = self._position
-        before = self._source_state()
+        before = self._here
         step = self._stream.next(replace(position, micro_batch=0, plan=0))
-        after = self._source_state()
+        after = self._here = self._source_state(position.epoch)
         layout = self._resolve(step)
         position = layout.position(position, self._config.resume)
         end = step.next_cursor
@@ -286,6 +293,20 @@ class ExternalStepReader(BaseNode[Window]):
             [values[k] for k in mine.tolist()],
             positions=mine if indices is None else None,
         )
+
+
+def _entry(entry: Any) -> tuple[int, Any]:
+    """Epoch and position of one rank's source."""
+    if (
+        not isinstance(entry, Mapping)
+        or set(entry) != {"epoch", "position"}
+        or type(entry["epoch"]) is not int
+    ):
+        raise ValueError(
+            f"the position of an external source is {entry!r}, expected {{'epoch': ..., 'position': ...}}; pass what "
+            "loader.state_dict() returned"
+        )
+    return entry["epoch"], entry["position"]
 
 
 def _split(state: Mapping[str, Any]) -> tuple[Cursor, Mapping[str, Any]]:

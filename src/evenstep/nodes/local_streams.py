@@ -104,7 +104,9 @@ class _IndexedSteps:
         self._source.load_state(state)
 
     def state(self) -> Any:
-        return self._source.state()
+        # Whether it has met its end says nothing of where it stands, and a restored one finds out again.
+        state = dict(self._source.state())
+        return {**state, "ended": False} if "ended" in state else state
 
     def next(self, cursor: Cursor) -> LocalRows:
         step = self._source.local_step(cursor)

@@ -97,17 +97,12 @@ class _Replayed:
 
     def __init__(self, source: Any) -> None:
         self._source = source
-        self._items: Iterator[Any] = iter(())
+        self._items: Iterator[Any] | None = None
+        self._pulled = False
         self._taken = 0
 
     def begin(self) -> None:
-        items = iter(self._source)
-        if items is self._source and self._taken:
-            raise RuntimeError(
-                f"{type(self._source).__name__} can be iterated only once, and {self._taken} of its items are gone: "
-                "pass an object whose __iter__ begins again, or a node or loader that has a state"
-            )
-        self._items, self._taken = items, 0
+        self._items, self._taken = None, 0
 
     def load(self, state: Any) -> None:
         if not isinstance(state, Mapping) or type(state.get("taken")) is not int or state["taken"] < 0:
@@ -115,18 +110,29 @@ class _Replayed:
                 f"the state of the source is {state!r}, expected {{'taken': a number of items}}: it was saved with a "
                 "source of another kind"
             )
-        self.begin()
-        for _ in range(state["taken"]):
-            next(self._items, None)
-        self._taken = state["taken"]
+        self._items, self._taken = None, state["taken"]
 
     def state(self) -> Any:
         return {"taken": self._taken}
 
     def next(self) -> Any:
+        if self._items is None:
+            self._items = self._open()
+        self._pulled = True
         item = next(self._items)
         self._taken += 1
         return item
+
+    def _open(self) -> Iterator[Any]:
+        items: Iterator[Any] = iter(self._source)
+        if items is self._source and self._pulled:
+            raise RuntimeError(
+                f"{type(self._source).__name__} can be iterated only once, and some of its items are gone: pass an "
+                "object whose __iter__ begins again, or a node or loader that has a state"
+            )
+        for _ in range(self._taken):
+            next(items, None)
+        return items
 
 
 def check_serialisable(state: Any, where: str) -> None:
