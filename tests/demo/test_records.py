@@ -40,6 +40,7 @@ def test_ranks_become_columns() -> None:
 def test_figures_of_a_step(make_record: Callable[..., StepRecord]) -> None:
     record = make_record([[1, 3], [2, 2]], seconds=5.0, predicted=[[4, 2], [2, 2]], tokens=60, padding=20)
     assert record.makespan == 6
+    assert record.computed_makespan == 5
     assert record.predicted_efficiency == 5 / 6
     assert record.measured_efficiency == 4 / 5
     assert record.tokens_per_second == 240 / 5

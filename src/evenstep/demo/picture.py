@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from evenstep.demo.checks import SpeedUp
 from evenstep.demo.records import StepRecord
 
 __all__ = ["draw"]
@@ -21,7 +20,7 @@ _SAVED = "#2c8a57"
 _TOP, _BOTTOM, _BETWEEN = 1.35, 0.62, 0.78  # inches: title and legend, axis label, second title
 
 
-def draw(path: Path, reference: StepRecord, balanced: StepRecord, speed_up: SpeedUp) -> None:
+def draw(path: Path, reference: StepRecord, balanced: StepRecord, title: str) -> None:
     """Draw one optimizer step in both layouts from the seconds its micro-batches took.
 
     A micro-batch ends on every rank when its slowest rank ends it; what the others wait is drawn too.
@@ -30,7 +29,7 @@ def draw(path: Path, reference: StepRecord, balanced: StepRecord, speed_up: Spee
         path: The PNG file to write.
         reference: The step in the reference layout.
         balanced: The same step balanced.
-        speed_up: Over all steps, for the title.
+        title: What all steps together brought.
     """
     import matplotlib as mpl
 
@@ -40,14 +39,14 @@ def draw(path: Path, reference: StepRecord, balanced: StepRecord, speed_up: Spee
     ranks = reference.compute.shape[1]
     lanes = max(ranks * min(0.45, 5.0 / ranks), 0.9)
     height = _TOP + _BETWEEN + _BOTTOM + 2 * lanes
-    end = max(_seconds(reference), _seconds(balanced))
+    end = max(reference.computed_makespan, balanced.computed_makespan)
     figure, axes = plt.subplots(2, 1, figsize=(11, height), dpi=160, sharex=True, facecolor="white")
     try:
         _lanes(axes[0], reference, end, "Reference layout")
         _lanes(axes[1], balanced, end, "Balanced")
-        _saved(axes[1], _seconds(balanced), _seconds(reference))
-        axes[1].set_xlabel("seconds of one optimizer step", color=_INK, labelpad=6)
-        _title(figure, height, speed_up, reference.step)
+        _saved(axes[1], balanced.computed_makespan, reference.computed_makespan)
+        axes[1].set_xlabel("processor seconds of one optimizer step", color=_INK, labelpad=6)
+        _head(figure, height, title, reference.step)
         figure.subplots_adjust(
             left=0.065,
             right=0.975,
@@ -58,10 +57,6 @@ def draw(path: Path, reference: StepRecord, balanced: StepRecord, speed_up: Spee
         figure.savefig(path)
     finally:
         plt.close(figure)
-
-
-def _seconds(record: StepRecord) -> float:
-    return float(record.compute.max(axis=1).sum())
 
 
 def _lanes(axes: Any, record: StepRecord, end: float, title: str) -> None:
@@ -119,14 +114,14 @@ def _saved(axes: Any, new: float, old: float) -> None:
     )  # fmt: skip
 
 
-def _title(figure: Any, height: float, speed_up: SpeedUp, step: int) -> None:
+def _head(figure: Any, height: float, title: str, step: int) -> None:
     from matplotlib.patches import Patch
 
     left = 0.065
     figure.text(
         left,
         1 - 0.22 / height,
-        f"{speed_up.measured:.2f}x measured, {speed_up.predicted:.2f}x predicted",
+        title,
         ha="left",
         va="top",
         fontsize=17,

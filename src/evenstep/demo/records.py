@@ -117,6 +117,11 @@ class StepRecord:
         return float(self.predicted.max(axis=1).sum())
 
     @property
+    def computed_makespan(self) -> float:
+        """Processor seconds of the slowest rank, summed over the micro-batches."""
+        return float(self.compute.max(axis=1).sum())
+
+    @property
     def predicted_efficiency(self) -> float:
         """Sum of mean rank costs over sum of makespans, by the cost model; 1 is perfect."""
         return _efficiency(self.predicted)

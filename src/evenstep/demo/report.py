@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from evenstep import __version__
-from evenstep.demo.checks import Check, SpeedUp, core_share
+from evenstep.demo.checks import LEAST_CORE, Check, SpeedUp, core_share
 from evenstep.demo.compare import Comparison
 from evenstep.demo.picture import draw
 from evenstep.demo.records import StepRecord, moved_tokens
@@ -56,7 +56,9 @@ def write_summary(
         "speed_up": {
             "predicted": speed_up.predicted,
             "measured": speed_up.measured,
+            "computed": speed_up.computed,
             "kept": speed_up.kept,
+            "kept_computed": speed_up.kept_computed,
             "core_share": core_share([*comparison.reference, *comparison.balanced]),
         },
         "checks": {check.name: {"passed": check.passed, "text": check.text} for check in checks},
@@ -92,4 +94,8 @@ def draw_balance(path: Path, comparison: Comparison) -> None:
     """Draw ``balance.png``: the step of median gain, before and after."""
     pairs = list(zip(comparison.reference, comparison.balanced, strict=False))
     pairs.sort(key=lambda pair: pair[0].makespan / pair[1].makespan)
-    draw(path, *pairs[len(pairs) // 2], SpeedUp.of(comparison.reference, comparison.balanced))
+    speed_up = SpeedUp.of(comparison.reference, comparison.balanced)
+    title = f"{speed_up.measured:.2f}x measured, {speed_up.predicted:.2f}x predicted"
+    if core_share([*comparison.reference, *comparison.balanced]) < LEAST_CORE:
+        title = f"{speed_up.computed:.2f}x by processor time, {speed_up.predicted:.2f}x predicted"
+    draw(path, *pairs[len(pairs) // 2], title)
