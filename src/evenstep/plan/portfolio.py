@@ -19,7 +19,7 @@ from evenstep.plan.repair import fill_empty_rows, place_left_over, spill
 
 __all__ = ["run_portfolio"]
 
-_SLACK = 128  # refine may exceed the level of the best plan by one part in this, to move less
+_SLACK = 96  # refine may exceed the level of the best plan by one part in this, to move less
 
 
 def run_portfolio(
