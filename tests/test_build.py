@@ -67,7 +67,6 @@ def test_a_global_batch_that_the_mesh_does_not_divide_is_refused_on_every_rank()
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"sampler": None}, TypeError, "sampler is None, expected a StepSampler"),
         ({"config": {"seq_len": 4}}, TypeError, "config is dict {'seq_len': 4}, expected a LoaderConfig"),
         ({"dataset": DATA[:-1]}, ValueError, "the sampler was made for 200 samples, the dataset has 199"),
         ({"dataset": []}, ValueError, "the dataset is empty: there is nothing to train on"),
@@ -76,7 +75,7 @@ def test_a_global_batch_that_the_mesh_does_not_divide_is_refused_on_every_rank()
         (
             {"metadata": [1.5] * 200},
             TypeError,
-            "metadata has shape (200,) and dtype float64, expected one integer",
+            "metadata column 'tokens' has shape (200,) and dtype float64, expected one integer per sample",
         ),
         ({"start": {"epoch": 1}}, TypeError, "start is {'epoch': 1}, expected an evenstep.Cursor"),
     ],
@@ -103,3 +102,25 @@ def test_an_argument_that_is_wrong_on_one_rank_is_told_on_all() -> None:
     assert str(first) == "dataset=None, but rank 0 reads samples; pass the dataset here"
     assert isinstance(second, RemoteRankError)
     assert str(second) == f"rank 0 could not build its loader: ValueError: {first}"
+
+
+def test_a_loop_that_counts_batches_and_never_meets_the_end_gets_the_next_epoch() -> None:
+    with (
+        build_loader(DATA, None, CONFIG, sampler=sampler()) as loader,
+        build_loader(DATA, None, CONFIG, sampler=sampler()) as met,
+    ):
+        for epoch in range(3):
+            expected = list(met)
+            batches = iter(loader)
+            counted = [next(batches) for _ in range(len(expected))]
+            assert_same(counted, expected, f"epoch {epoch}")
+
+
+def test_a_state_of_an_epochs_end_restores_to_that_end() -> None:
+    with build_loader(DATA, None, CONFIG, sampler=sampler()) as loader:
+        list(loader)
+        end, second = loader.state_dict(), list(loader)
+    with build_loader(DATA, None, CONFIG, sampler=sampler()) as restored:
+        restored.load_state_dict(end)
+        assert list(restored) == []
+        assert_same(list(restored), second)

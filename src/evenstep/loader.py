@@ -53,13 +53,18 @@ class Loader(tn.Loader[T], Generic[T]):
         self._resets: list[dict[str, Any] | None] = [None]
         self._loaded: dict[str, Any] | None = None
         self._begun = False
+        self._handed_out = False  # a batch since the last reset
         self._finished = False
         self._closed = False
         self._error: Exception | None = None
 
     def __iter__(self) -> Iterator[T]:
-        """This loader, at the next epoch if the last one has been finished."""
-        if self._finished and not self._closed:
+        """This loader, at the next epoch if the last one has been finished.
+
+        It has been, too, if all its batches were handed out and nobody asked for more: loops that count batches
+        (``len(loader)``) never meet the end.
+        """
+        if (self._finished or self._has_handed_out_all()) and not self._closed:
             self._resets.append(None)
             self._finished = False
         return self
@@ -81,6 +86,7 @@ class Loader(tn.Loader[T], Generic[T]):
             raise
         finally:
             self._loaded = None
+        self._handed_out = True
         if self._log_balance or self._on_balance is not None:
             self._tell_balance()
         return item
@@ -258,6 +264,12 @@ class Loader(tn.Loader[T], Generic[T]):
     def _source(self) -> object:
         return list(upstream(self.root))[-1]
 
+    def _has_handed_out_all(self) -> bool:
+        if not self._handed_out or self._resets or self._error is not None:
+            return False
+        state = self.state_dict()
+        return not _is_foreign(state) and self._at_end(Cursor.from_dict(_without_source(state)))
+
     def _at_end(self, cursor: Cursor) -> bool:
         is_end = getattr(self._source(), "is_end", None)
         return is_end is not None and bool(is_end(cursor))
@@ -272,6 +284,7 @@ class Loader(tn.Loader[T], Generic[T]):
         """Pass on the resets that have been waiting."""
         self._begun = True
         while self._resets:
+            self._handed_out = False
             state = self._resets.pop(0)
             self.root.reset(state if state is None else _wrapped(state, self.root))
 

@@ -81,18 +81,7 @@ def test_an_accelerate_loop_trains() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # Lightning warns of its own dependencies.
-@pytest.mark.parametrize(
-    "epochs",
-    [
-        1,
-        pytest.param(
-            2,
-            marks=pytest.mark.xfail(
-                reason="Lightning takes len(loader) batches and never asks for the end, so iter() sees an unfinished epoch"
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize("epochs", [1, 2])
 def test_a_lightning_loop_trains(epochs: int) -> None:
     lightning: Any = pytest.importorskip("lightning")
     seen: list[tuple[int, int]] = []
