@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections import deque
 from collections.abc import Collection
@@ -222,10 +223,10 @@ class DevicePrefetch(Stage[Any, Any]):
         while sources and sources[0][0].query():
             sources.popleft()
         if self._handed_state is None:
-            self._handed_state = self._pulled_state = self.source.state_dict()
+            self._handed_state = self._pulled_state = copy.deepcopy(self.source.state_dict())
         try:
             host = next(self.source)
-            self._pulled_state = self.source.state_dict()
+            self._pulled_state = copy.deepcopy(self.source.state_dict())
             self._launch(streams, host, self._pulled_state)
         except Exception as error:
             self._failed = error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -51,7 +52,7 @@ class HostPrefetch(Stage[T, T]):
         def move() -> None:
             for state in epoch_after(handed_out) if initial_state is None and ahead else (initial_state,):
                 source.reset(state)
-            states.append(source.state_dict())
+            states.append(copy.deepcopy(source.state_dict()))
 
         self._producer.call(move)
         self._state, self._ahead = states[0], False

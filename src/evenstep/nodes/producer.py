@@ -7,6 +7,7 @@ and the last header on shutdown.
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -194,7 +195,7 @@ class Producer:
     def _produce(self) -> Produced:
         try:
             item = next(self._source)
-            state = self._source.state_dict()
+            state = copy.deepcopy(self._source.state_dict())  # some count in the dictionary they hand out
             return Produced(item, state, None, self._is_boundary(state))
         except BaseException as error:
             return Produced(None, None, error, True)
