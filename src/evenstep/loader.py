@@ -311,8 +311,9 @@ def _bare(state: Any) -> Any:
 
 def _transparent(state: Mapping[str, Any]) -> Any:
     """What the stock Loader, Mapper or Prefetcher wraps; None for a node with a state of its own."""
-    if set(state) == {"source"}:
-        return state["source"]
+    for key in ("source", "it_state"):
+        if set(state) == {key}:
+            return state[key]
     if set(state) == {"root", "num_yielded"}:
         return state["root"]
     if set(state) == {"snapshot", "steps_since_snapshot"} and not state["steps_since_snapshot"]:
@@ -333,4 +334,5 @@ def _wrapped(state: dict[str, Any], root: tn.BaseNode[Any]) -> dict[str, Any]:
 def _replace_cursor(shape: Any, cursor: dict[str, Any]) -> Any:
     if "consumed_samples" in shape:
         return cursor
-    return {key: _replace_cursor(v, cursor) if isinstance(v, Mapping) else v for key, v in shape.items()}
+    wrapped = {key: _replace_cursor(v, cursor) if isinstance(v, Mapping) else v for key, v in shape.items()}
+    return {**wrapped, "steps_since_snapshot": 0} if "steps_since_snapshot" in wrapped else wrapped
