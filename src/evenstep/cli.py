@@ -20,6 +20,7 @@ COMMANDS = {
 BENCHES = {
     "plan": "how long a plan takes and how close to perfect it is",
     "exchange": "payload that moves between ranks, in bytes per second",
+    "broadcast": "a batch on its way to a model-parallel peer, beside the bare bytes",
     "stall": "how long a training step waits for its data",
     "resume": "how long a resume takes, wherever training stopped",
     "pack": "packing and collating, in tokens per second",

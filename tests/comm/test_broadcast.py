@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import re
 import threading
 from collections import OrderedDict, UserDict
@@ -14,6 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenstep.comm.batch_spec import BatchSpec, TensorSpec
+from evenstep.comm.batch_structure import TensorKind, tensor_kinds
+from evenstep.comm.batch_tensors import Layout
 from evenstep.comm.broadcast import BatchBroadcast, Message
 from evenstep.comm.simulated import SimulatedCommunicator, SimulatedGroup
 from evenstep.errors import ConfigMismatch, RemoteRankError, WireFormatError
@@ -289,7 +292,7 @@ def test_large_tensors_travel_alone_and_small_ones_together() -> None:
     for message in heard:
         assert isinstance(message, Message)
         assert_same(batch, message.batch)
-    first = [2048, 11 * 832 + 800, 1 << 21, 1 << 21]
+    first = [2048, 12 * 832, 1 << 21, 1 << 21]
     assert sizes == [*first, 12288, 1 << 21, 1 << 21, 10240, 1 << 21, 1 << 21]
 
 
@@ -449,6 +452,57 @@ def test_foreign_traffic_in_the_group_is_noticed() -> None:
     with pytest.raises(WireFormatError, match=re.escape("rank 0 sent no header of message 0")):
         BatchBroadcast(group.communicator(1)).receive()
     thread.join(20)
+
+
+def test_a_message_that_makes_no_sense_is_refused() -> None:
+    def say(**changes: Any) -> Callable[[BatchBroadcast], None]:
+        def post(wire: BatchBroadcast) -> None:
+            prepared = wire.prepare({"x": torch.arange(3)}, {})
+            told = {**json.loads(prepared.document), **changes}
+            prepared.document = json.dumps({k: v for k, v in told.items() if v is not None}).encode()
+            wire.send(prepared)
+
+        return post
+
+    def heard(**changes: Any) -> str:
+        (error,), _ = talk(say(**changes), 1, ranks=(0, 1))
+        assert isinstance(error, WireFormatError)
+        return str(error)
+
+    assert heard(shapes=[[-3]]) == "sizes [[-3]] do not fit the structure of the batch"
+    assert heard(shapes=[[3, 1]]) == "sizes [[3, 1]] do not fit the structure of the batch"
+    assert heard(shapes=[[40]]) == "rank 0 sent 64 bytes of small tensors, its own table of sizes says 320"
+    assert heard(structure=["T", "object", 1, "cpu"]) == (
+        "a tensor of dtype 'object' and 1 dimensions is unknown here"
+    )
+    assert heard(structure=["c", "pathlib", "Path", ["x"], [["S"]]]).startswith(
+        "a sample names pathlib.Path, which is no "
+    )
+    assert heard(structure=["?"]) == "a batch has a node of kind '?', which is unknown here"
+    assert heard(scalars=[1]) == "a batch has more leaves than its structure"
+    assert heard(scalars=None) == "a message of rank 0 cannot be read: KeyError('scalars')"
+
+
+def test_a_specification_puts_its_cpu_fields_on_the_host_and_the_rest_on_one_device() -> None:
+    fields = {
+        "x": TensorSpec(torch.int64, (2,)),
+        "deep": {"a": TensorSpec(torch.int8), "b": TensorSpec(torch.int8)},
+    }
+    spec = BatchSpec(fields, cpu_fields=("deep.b",))
+    assert [kind.device_type for kind in tensor_kinds(spec.structure("npu"))] == ["npu", "npu", "cpu"]
+    spec = BatchSpec(fields, cpu_fields=("deep",))
+    assert [kind.device_type for kind in tensor_kinds(spec.structure("npu"))] == ["npu", "cpu", "cpu"]
+    assert spec.shapes(spec.dims_to_tell([torch.empty(2), torch.empty(5), torch.empty(0)])) == [[2], [5], [0]]
+
+
+def test_tensors_travel_by_device_small_ones_together_and_large_ones_alone() -> None:
+    kinds = [TensorKind(torch.int64, 1, device) for device in ("npu", "cpu", "npu", "cpu", "npu")]
+    layout = Layout(kinds, [[3], [9], [1 << 18], [0], [5]])
+    assert [group.device_type for group in layout.groups] == ["cpu", "npu"]
+    assert layout.host.packed == [(1, 0, 72)]
+    assert layout.host.nbytes == 128
+    assert layout.groups[1].packed == [(0, 0, 24), (4, 64, 40)]
+    assert layout.groups[1].direct == [(2, 1 << 21)]
 
 
 def test_specification_errors() -> None:

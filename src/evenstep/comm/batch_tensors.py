@@ -74,12 +74,18 @@ class TensorBroadcast:
                 buffer = host
                 if group.device_type != "cpu":
                     buffer = self._receive_bytes(group.nbytes, group.device_type)
-                for leaf, offset, nbytes in group.packed:
-                    tensors[leaf] = buffer[offset : offset + nbytes]
+                typed: dict[torch.dtype, torch.Tensor] = {}
+                for leaf, offset, _ in group.packed:
+                    dtype = kinds[leaf].dtype
+                    if dtype not in typed:
+                        typed[dtype] = buffer.view(dtype)
+                    at = typed[dtype].storage_offset() + offset // dtype.itemsize
+                    tensors[leaf] = typed[dtype].as_strided(shapes[leaf], _strides(shapes[leaf]), at)
             for leaf, nbytes in group.direct:
-                tensors[leaf] = self._receive_bytes(nbytes, group.device_type)
+                data = self._receive_bytes(nbytes, group.device_type)
+                tensors[leaf] = data.view(kinds[leaf].dtype).view(shapes[leaf])
         return [
-            tensors[leaf].view(kind.dtype).view(shape)
+            tensors[leaf]
             if leaf in tensors
             else torch.empty(shape, dtype=kind.dtype, device=self._device_of(kind.device_type))
             for leaf, (kind, shape) in enumerate(zip(kinds, shapes, strict=True))
@@ -123,9 +129,8 @@ class Layout:
             if nbytes >= DIRECT_BYTES:
                 group.direct.append((leaf, nbytes))
                 continue
-            offset = -(-group.nbytes // _ALIGNMENT) * _ALIGNMENT
-            group.packed.append((leaf, offset, nbytes))
-            group.nbytes = offset + nbytes
+            group.packed.append((leaf, group.nbytes, nbytes))
+            group.nbytes += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         self.host = groups["cpu"]
         self.groups = [groups[name] for name in sorted(groups)]
 
@@ -135,16 +140,26 @@ class Layout:
 
 
 def _pack(group: _Group, tensors: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    parts, end = [], 0
-    for leaf, offset, nbytes in group.packed:
-        if offset != end:
-            parts.append(torch.zeros(offset - end, dtype=torch.uint8, device=out.device))
+    padding = torch.zeros(_ALIGNMENT, dtype=torch.uint8, device=out.device)
+    parts = []
+    for leaf, _, nbytes in group.packed:
         parts.append(_bytes_of(tensors[leaf]))
-        end = offset + nbytes
+        if nbytes % _ALIGNMENT:
+            parts.append(padding[nbytes % _ALIGNMENT :])
     torch.cat(parts, out=out)
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.stride() == (1,) and not tensor.is_complex():
+        return tensor.view(torch.uint8)
     plain = tensor.resolve_conj().resolve_neg().contiguous()
     # Not view(-1): it keeps odd strides of one-element and expanded tensors, which refuse another dtype.
     return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
+
+
+def _strides(shape: Sequence[int]) -> list[int]:
+    """Of a contiguous tensor; no size is zero."""
+    strides = [1] * len(shape)
+    for dim in range(len(shape) - 1, 0, -1):
+        strides[dim - 1] = strides[dim] * shape[dim]
+    return strides

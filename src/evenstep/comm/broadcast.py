@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from evenstep.comm.batch_message import BATCH, CONSTRUCTOR, END, ERROR, MessageChannel
+from evenstep.comm.batch_message import BATCH, CONSTRUCTOR, END, ERROR, Heard, MessageChannel
 from evenstep.comm.batch_spec import BatchSpec
 from evenstep.comm.batch_structure import (
     Leaves,
@@ -160,6 +160,15 @@ class BatchBroadcast:
         """
         with self._aside():
             heard = self._channel.listen()
+        try:
+            return self._read(heard)
+        except (ConfigMismatch, WireFormatError):
+            raise
+        except (IndexError, KeyError, TypeError, ValueError) as error:
+            sender = self._ranks[CONSTRUCTOR]
+            raise WireFormatError(f"a message of rank {sender} cannot be read: {error!r}") from error
+
+    def _read(self, heard: Heard) -> Message:
         told = heard.told
         if heard.kind == END:
             return Message(state=told["state"], is_end=True)
@@ -207,6 +216,10 @@ class BatchBroadcast:
                 "rank of a data-parallel replica the same batch_spec"
             )
         shapes: list[list[int]] = told["shapes"]
+        if [len(shape) for shape in shapes] != [kind.ndim for kind in self._kinds] or any(
+            type(n) is not int or n < 0 for shape in shapes for n in shape
+        ):
+            raise WireFormatError(f"sizes {shapes} do not fit the structure of the batch")
         return shapes
 
     def _encode(self, leaves: Leaves) -> bytes:

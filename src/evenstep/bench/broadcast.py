@@ -1,0 +1,130 @@
+"""What it costs to hand a batch to a model-parallel peer, beside one raw broadcast of the same bytes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from evenstep.bench.machine import as_line, describe_machine
+from evenstep.comm.broadcast import BatchBroadcast
+from evenstep.comm.process_group import ProcessGroupCommunicator
+from evenstep.cursor import Cursor
+from evenstep.testing import run_ranks
+
+__all__ = ["add_arguments", "measure", "run"]
+
+_TENSORS = 12
+_KIB = (24, 192, 4096, 16384, 65536)
+_WARM_UP = 3
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``evenstep bench broadcast``."""
+    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="ranks of the replica, over gloo")
+    parser.add_argument("--kib", type=int, nargs="+", default=list(_KIB), metavar="N", help="KiB of a batch")
+    parser.add_argument("--repeats", type=int, default=40, metavar="N", help="batches of each size")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+
+def measure(*, ranks: int = 2, kib: tuple[int, ...] = _KIB, repeats: int = 40) -> dict[str, Any]:
+    """Median seconds until the last rank has a batch of 12 tensors, and twice without evenstep.
+
+    ``raw`` is one broadcast of as many bytes into the same memory every time; ``each`` is one broadcast per tensor
+    into new memory. The three take turns, so that a busy machine disturbs them alike.
+    """
+    sizes = []
+    for rows in zip(*run_ranks(_rank, ranks, kib, repeats, timeout=300.0), strict=True):
+        turns = [[max(seconds) for seconds in zip(*each, strict=True)] for each in zip(*rows, strict=True)]
+        batch, raw, each = turns
+        sizes.append(
+            {
+                "batch_seconds": median(batch),
+                "raw_seconds": median(raw),
+                "each_seconds": median(each),
+                "to_raw": median(a / b for a, b in zip(batch, raw, strict=True)),
+                "each_to_batch": median(b / a for a, b in zip(batch, each, strict=True)),
+            }
+        )
+    return {
+        "machine": describe_machine(),
+        "ranks": ranks,
+        "tensors": _TENSORS,
+        "repeats": repeats,
+        "sizes": {str(n): found for n, found in zip(kib, sizes, strict=True)},
+    }
+
+
+def _rank(rank: int, kib: tuple[int, ...], repeats: int) -> list[tuple[list[float], ...]]:
+    """Seconds of every turn on this rank, by size and way."""
+    groups = [dist.new_group(list(range(dist.get_world_size()))) for _ in range(2)]
+    communicator = ProcessGroupCommunicator(
+        groups[0], timeout=timedelta(minutes=1), device=torch.device("cpu"), name="model"
+    )
+    wire = BatchBroadcast(communicator)
+    state = Cursor(order="shuffled").to_dict()
+    results = []
+    for size in kib:
+        numel = size * 1024 // _TENSORS // 8
+        batch = {f"field{i}": torch.arange(numel) for i in range(_TENSORS)}
+        whole = torch.zeros(_TENSORS * numel * 8, dtype=torch.uint8)
+        kept: list[Any] = [None]
+
+        def evenstep(batch: Any = batch, kept: list[Any] = kept) -> None:
+            if rank == 0:
+                wire.send(wire.prepare(batch, state))
+            else:
+                kept[0] = wire.receive()
+
+        def raw(whole: torch.Tensor = whole) -> None:
+            dist.broadcast(whole, 0, group=groups[1])
+
+        def each(batch: Any = batch) -> None:
+            for tensor in batch.values():
+                dist.broadcast(tensor if rank == 0 else torch.empty_like(tensor), 0, group=groups[1])
+
+        results.append(_take_turns((evenstep, raw, each), repeats, groups[1]))
+    return results
+
+
+def _take_turns(
+    ways: tuple[Callable[[], None], ...], repeats: int, group: dist.ProcessGroup
+) -> tuple[list[float], ...]:
+    seconds: tuple[list[float], ...] = tuple([] for _ in ways)
+    for turn in range(_WARM_UP + repeats):
+        for way, found in zip(ways, seconds, strict=True):
+            dist.barrier(group=group)
+            begin = time.perf_counter()
+            way()
+            if turn >= _WARM_UP:
+                found.append(time.perf_counter() - begin)
+    return seconds
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure what ``args`` says, print it on stdout, and return the exit status."""
+    result = measure(ranks=args.ranks, kib=tuple(args.kib), repeats=args.repeats)
+    print(json.dumps(result, indent=2) if args.json else _as_text(result))
+    return 0
+
+
+def _as_text(result: dict[str, Any]) -> str:
+    lines = [
+        as_line(result["machine"]),
+        f"{result['ranks']} ranks over gloo, batches of {result['tensors']} tensors, median of {result['repeats']}",
+        "",
+        "     KiB   evenstep ms   one raw broadcast ms   ratio   one broadcast per tensor ms   ratio",
+    ]
+    for kib, r in result["sizes"].items():
+        lines.append(
+            f"{int(kib):8,}   {r['batch_seconds'] * 1e3:11.2f}   {r['raw_seconds'] * 1e3:20.2f}   {r['to_raw']:5.2f}   "
+            f"{r['each_seconds'] * 1e3:27.2f}   {r['each_to_batch']:5.2f}"
+        )
+    return "\n".join(lines)
