@@ -12,7 +12,8 @@ import torch
 
 from evenstep.comm.codec import Codec
 from evenstep.comm.communicator import Communicator
-from evenstep.errors import RemoteRankError, WireFormatError
+from evenstep.comm.rounds import describe_error, remote_error
+from evenstep.errors import WireFormatError
 
 __all__ = ["CHUNK_BYTES", "Exchange", "Moves", "Pool", "Stamp"]
 
@@ -129,32 +130,34 @@ class Exchange:
         moves = self._moves
         return _PREAMBLE + self._codec.segment_bytes(moves.nbytes[index], moves.structures[index])
 
-    def _preamble(self, count: int, length: int, flag: int) -> list[int]:
+    def _preamble(self, count: int, length: int, flag: int, text_bytes: int = 0) -> list[int]:
         stamp = self._stamp
-        return [_MAGIC, stamp.generation, stamp.step, stamp.micro_batch, count, length, flag, 0]
+        return [_MAGIC, stamp.generation, stamp.step, stamp.micro_batch, count, length, flag, text_bytes]
 
     def _write(self, part: torch.Tensor, index: npt.NDArray[np.int64]) -> Exception | None:
         """Encode one segment; a failure is told to its receiver, who would otherwise wait for ever."""
         failure: Exception | None = None
+        preamble, body = self._preamble(len(index), part.numel(), _FINE), part[_PREAMBLE:]
         try:
-            self._codec.encode([self._sample(i) for i in self._moves.ids[index].tolist()], part[_PREAMBLE:])
+            self._codec.encode([self._sample(i) for i in self._moves.ids[index].tolist()], body)
         except Exception as error:
             failure = error
-        preamble = self._preamble(len(index), part.numel(), _FINE if failure is None else _FAILED)
+            text = describe_error(error, self._communicator.ranks[self._communicator.position])
+            text = text if len(text) <= body.numel() else b""
+            body.numpy()[: len(text)] = np.frombuffer(text, dtype=np.uint8)
+            preamble = self._preamble(len(index), part.numel(), _FAILED, len(text))
         part[:_PREAMBLE] = torch.tensor(preamble, dtype=torch.int64).view(torch.uint8)
         return failure
 
     def _read(self, part: torch.Tensor, index: npt.NDArray[np.int64], rank: int) -> list[Any]:
         told = part[:_PREAMBLE].view(torch.int64).tolist()
-        if told == self._preamble(len(index), part.numel(), _FAILED):
-            raise RemoteRankError(
-                f"rank {rank} could not encode a sample that it owed; its traceback is there", rank=rank
-            )
+        if told[:-1] == self._preamble(len(index), part.numel(), _FAILED)[:-1]:
+            raise remote_error(part[_PREAMBLE:].numpy()[: max(0, told[-1])].tobytes(), rank)
         expected = self._preamble(len(index), part.numel(), _FINE)
         if told != expected:
             raise WireFormatError(
                 f"a segment from rank {rank} begins with {told}, the plan says {expected} (magic, generation, step, "
-                "micro-batch, samples, bytes, flag, 0): it belongs to another exchange, and its bytes are not used"
+                "micro-batch, samples, bytes, failed, bytes of error): it belongs to another exchange, and its bytes are not used"
             )
         return self._codec.decode(part[_PREAMBLE:], len(index))
 

@@ -65,7 +65,7 @@ def send_plan(group: Communicator, planner: int, make: Callable[[], Plan], sampl
             body[: len(text)] = np.frombuffer(text, dtype=np.uint8)
     group.broadcast(torch.from_numpy(buffer), planner)
     if head[0] != _PLANNED:
-        raise remote_error(body[: int(head[3])].tobytes()) from failure
+        raise remote_error(body[: int(head[3])].tobytes(), group.ranks[planner]) from failure
     if plan is not None:
         return SharedPlan.of(plan)
     digest = int(head[2].astype(np.uint64))
@@ -94,7 +94,8 @@ def compare_plan(group: Communicator, make: Callable[[], Plan]) -> SharedPlan:
     lengths = np.ascontiguousarray(rows[:, 8:16]).view(np.int64).ravel()
     if lengths.any():
         first = int(np.argmax(lengths > 0))
-        raise remote_error(rows[first, 16 : 16 + int(lengths[first])].tobytes()) from failure
+        text = rows[first, 16 : 16 + int(lengths[first])].tobytes()
+        raise remote_error(text, group.ranks[first]) from failure
     digests = np.ascontiguousarray(rows[:, :8]).view(np.uint64).ravel()
     odd = np.flatnonzero(digests != digests[0])
     if len(odd):

@@ -230,7 +230,9 @@ class Rounds:
             if any(h.error_bytes for h in headers):
                 texts = _gather_padded(self._control, text, [h.error_bytes for h in headers])
                 if all(h.generation == self._generation for h in headers):
-                    raise remote_error(next(t for t in texts if t))
+                    raise remote_error(
+                        *next((t, r) for t, r in zip(texts, self._control.ranks, strict=True) if t)
+                    )
             newer = [
                 r
                 for h, r in zip(headers, self._control.ranks, strict=True)
@@ -297,9 +299,17 @@ def describe_error(error: BaseException, rank: int) -> bytes:
     return text
 
 
-def remote_error(text: bytes) -> RemoteRankError:
-    """What a rank raises that was told of another's error."""
-    told = json.loads(text)
+def remote_error(text: bytes, sender: int = -1) -> RemoteRankError:
+    """What a rank raises that was told of another's error, in ``text``, by the rank ``sender`` if known."""
+    try:
+        told = json.loads(text)
+        told = {key: told[key] for key in ("rank", "type", "message", "sample")}
+    except (ValueError, TypeError, KeyError):
+        return RemoteRankError(
+            f"{'another rank' if sender < 0 else f'rank {sender}'} failed and could not say why; its own error is in "
+            "its output",
+            rank=sender,
+        )
     where = "" if told["sample"] is None else f" at sample {told['sample']}"
     return RemoteRankError(
         f"rank {told['rank']} failed{where}: {told['type']}: {told['message']} (every rank stops here; the traceback "
