@@ -25,6 +25,7 @@ class Settings:
         keep_every: Every how many documents of the corpus one is read.
         learning_rate: Of AdamW.
         seed: Of the model and the order of samples.
+        own_corpus: Whether the user brought the text; then nobody knows how much balance can gain.
         check_speed: Whether too small a speed-up is a failure; two steps are too few to tell.
     """
 
@@ -37,14 +38,16 @@ class Settings:
     keep_every: int = 1
     learning_rate: float = 1e-3
     seed: int = 0
+    own_corpus: bool = False
     check_speed: bool = True
 
     @classmethod
-    def quick(cls, *, ranks: int, out: Path) -> Settings:
+    def quick(cls, *, ranks: int, out: Path, own_corpus: bool = False) -> Settings:
         """A smoke test: fewer, smaller and shorter steps."""
         return cls(
             ranks=ranks,
             out=out,
+            own_corpus=own_corpus,
             seq_len=4096,
             compared_steps=2,
             resumed_steps=1,
