@@ -28,7 +28,8 @@ def decide(
     bound = makespan_bound(problem)
     candidates, failures = run_portfolio(problem, algorithm, window.holders, bound)
     scores = {name: window.score(row, problem) for name, row in candidates.items()}
-    best = min(scores, key=lambda name: scores[name]) if scores else None
+    # Of equally good layouts the refined one, because it moves the least.
+    best = min(scores, key=lambda name: (scores[name], name != "refine")) if scores else None
     original = _original(window, micro_batches)
     gain = 0.0
     if best is not None and original:

@@ -12,6 +12,7 @@ from evenstep.plan.problem import Int, Problem
 __all__ = ["lpt"]
 
 _MAX_SKIPS = 8  # full slots to look past, on average, before loads are scanned as an array instead
+_STAGED = 1 << 24  # samples times rows up to which stages are looked at one by one
 _NEVER = np.iinfo(np.int64).max
 
 
@@ -24,6 +25,9 @@ def lpt(problem: Problem, order: Int, row: Int, first_slot: int = 0) -> None:
         row: Row of each sample, int64 ``[n]``, filled in; stays -1 for samples that fit nowhere.
         first_slot: Earlier slots are left alone.
     """
+    if len(problem.costs) > 1 and len(order) * problem.num_rows <= _STAGED:
+        _staged(problem, order, row, first_slot)
+        return
     if len(problem.limits) > 1 or problem.rows > 64:
         _scan(problem, order, row, 0, first_slot)
         return
@@ -145,3 +149,31 @@ def _scan(problem: Problem, order: Int, row: Int, start: int, first_slot: int) -
         row[sample] = best + begin
         free[:, best] -= need[:, 0]
         by_row[first : first + rows] += work[sample]
+
+
+def _staged(problem: Problem, order: Int, row: Int, first_slot: int) -> None:
+    """Costs of several stages: onto the slot whose stages then exceed their fair share the least."""
+    begin, rows = first_slot * problem.rows, problem.rows
+    slots = problem.slots - first_slot
+    free = np.repeat(problem.limits[:, None], problem.num_rows - begin, axis=1)
+    costs = problem.costs.astype(np.float64)
+    fair = costs[:, order].sum(axis=1) / slots
+    load = np.zeros((len(costs), slots))
+    # The square of each stage's load over its fair share grows with what the stage already holds.
+    scale = 1.0 / np.where(fair > 0, fair, 1.0)
+    parts, weights = (costs * scale[:, None]).T[:, :, None].copy(), problem.weights.T[:, :, None].copy()
+    for sample in order.tolist():
+        part, need = parts[sample], weights[sample]
+        price = ((load + part) ** 2 - load**2).sum(axis=0) + load.max(axis=0)
+        fits = (free >= need).all(axis=0)
+        best = int(np.where(fits, np.repeat(price, rows) if rows > 1 else price, np.inf).argmin())
+        if not fits[best]:
+            row[sample] = -1
+            continue
+        slot = best // rows
+        if rows > 1:
+            inside = slice(slot * rows, (slot + 1) * rows)
+            best = slot * rows + int(np.where(fits[inside], free[0, inside], _NEVER).argmin())
+        row[sample] = best + begin
+        free[:, best] -= need[:, 0]
+        load[:, slot] += part[:, 0]

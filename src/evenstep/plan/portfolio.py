@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -41,66 +42,81 @@ def run_portfolio(
         if row_or_none is not None:
             fill_empty_rows(problem, row_or_none)
             found["exact"] = group_like_costs(problem, row_or_none)
-    start: Int | None = None
-    hard = 0
+    hard, start = 0, None
     if algorithm != "lpt":
-        start, hard, left = _levels(problem, order)
-        if left:
-            failed["levels"] = _no_room(left)
-    if algorithm == "auto" and start is not None and not hard and not failed:
-        found["lpt"] = start  # no giants: levels is LPT
+        hard, start = _levels(problem, order)
+        if isinstance(start, str):
+            failed["levels"] = start
+        else:
+            found["levels"] = start
+            if _makespans(problem, start) > bound * (1 + 1e-9):
+                found["levels"] = min(polish(problem, start, hard), start, key=partial(_makespans, problem))
+    if algorithm == "auto" and not hard and start is not None:
+        lpt_row = start  # no giants: levels is LPT
     elif algorithm in ("auto", "lpt"):
-        row, left = _repaired(problem, lambda row: lpt(problem, order, row))
-        if left:
-            failed["lpt"] = _no_room(left)
-        else:
-            found["lpt"] = group_like_costs(problem, row)
-    if algorithm == "lpt":
-        return found, failed
-    best = None
-    if start is not None and "levels" not in failed:
-        best = found["levels"] = (
-            start if _makespans(problem, start) <= bound * (1 + 1e-9) else polish(problem, start, hard)
-        )
+        lpt_row = _packed(problem, partial(lpt, problem, order))
+    else:
+        lpt_row = None
+    if isinstance(lpt_row, str):
+        failed["lpt"] = lpt_row
+    elif lpt_row is not None:
+        found["lpt"] = lpt_row
     if algorithm in ("auto", "refine"):
-        if holders is None:
-            if algorithm == "refine":
-                failed["refine"] = "there is no reference layout to refine"
-        else:
-            _refine(problem, order, holders, best, found, failed)
+        if holders is not None:
+            _refine(problem, order, holders, found, failed)
+        elif algorithm == "refine":
+            failed["refine"] = "there is no reference layout to refine"
     if algorithm == "refine":
         found.pop("levels", None)
         failed.pop("levels", None)
     return found, failed
 
 
-def _repaired(problem: Problem, assign: Callable[[Int], object]) -> tuple[Int, int]:
-    row = np.full(problem.size, -1, dtype=np.int64)
-    assign(row)
-    spill(problem, row)
-    left_over = np.flatnonzero(row < 0)
-    if not place_left_over(problem.weights, problem.limits, row, problem.num_rows):
-        return row, len(left_over)
-    fill_empty_rows(problem, row)
-    return row, 0
-
-
-def _levels(problem: Problem, order: Int) -> tuple[Int, int, int]:
-    """Levels, or a token-first packing where levels left no room: (layout, hard groups, samples without room)."""
+def _levels(problem: Problem, order: Int) -> tuple[int, Int | str]:
+    """Levels: the number of groups under a giant, and a layout with these first, or why there is none."""
     hard = 0
+    if len(problem.costs) > 1:  # a level is one number
+        return hard, _packed(problem, partial(lpt, problem, order))
 
     def assign(row: Int) -> None:
         nonlocal hard
         hard = levels(problem, order, row)
 
-    row, left = _repaired(problem, assign)
-    if not left:
-        return group_like_costs(problem, row), hard, 0
-    for pack in (_token_first, _fullest_first):
-        row, left = _repaired(problem, partial(pack, problem))
-        if not left:
-            break
-    return (row if left else group_like_costs(problem, row)), 0, left
+    row = _repaired(problem, assign)
+    if isinstance(row, str):
+        return 0, _packed(problem, partial(lpt, problem, order))
+    return hard, group_like_costs(problem, row)
+
+
+def _packed(problem: Problem, assign: Callable[[Int], object]) -> Int | str:
+    """A layout by ``assign``, or by the packers that look at tokens first where it found no room; or why not."""
+    row: Int | str = ""
+    for attempt in (
+        assign,
+        *(partial(pack, problem) for pack in (_even_tokens, _token_first, _fullest_first)),
+    ):
+        row = _repaired(problem, attempt)
+        if not isinstance(row, str):
+            return group_like_costs(problem, row)
+    return row
+
+
+def _repaired(problem: Problem, assign: Callable[[Int], object]) -> Int | str:
+    """A feasible layout that starts from what ``assign`` fills in, or why there is none."""
+    row = np.full(problem.size, -1, dtype=np.int64)
+    assign(row)
+    spill(problem, row)
+    left = int((row < 0).sum())
+    if not place_left_over(problem.weights, problem.limits, row, problem.num_rows):
+        return f"{left} samples found no row with room"
+    fill_empty_rows(problem, row)
+    return row
+
+
+def _even_tokens(problem: Problem, row: Int) -> None:
+    """As many tokens in every row: room is left where costs and tokens have little to do with each other."""
+    tokens = problem.weights[0]
+    lpt(replace(problem, work=tokens), np.argsort(-tokens, kind="stable"), row)
 
 
 def _token_first(problem: Problem, row: Int) -> None:
@@ -117,21 +133,16 @@ def _fullest_first(problem: Problem, row: Int) -> None:
 
 
 def _refine(
-    problem: Problem,
-    order: Int,
-    holders: Int,
-    best: Int | None,
-    found: dict[str, Int],
-    failed: dict[str, str],
+    problem: Problem, order: Int, holders: Int, found: dict[str, Int], failed: dict[str, str]
 ) -> None:
-    if best is not None:
-        makespan = problem.loads(best).sum(axis=2).max(axis=1)
+    if "levels" in found:
+        makespan = problem.loads(found["levels"]).sum(axis=2).max(axis=1)
         level = np.sort(makespan + makespan // _SLACK)[::-1]
-        row, left = _repaired(problem, lambda row: np.copyto(row, refine(problem, order, holders, level)))
-        if not left:
+        row = _repaired(problem, lambda row: np.copyto(row, refine(problem, order, holders, level)))
+        if not isinstance(row, str):
             found["refine"] = row
             return
-        failed["refine"] = _no_room(left)
+        failed["refine"] = row
     if problem.reference is not None and problem.broken_row(problem.reference) is None:
         row = problem.reference.copy()
         fill_empty_rows(problem, row)
@@ -141,7 +152,3 @@ def _refine(
 
 def _makespans(problem: Problem, row: Int) -> float:
     return float(problem.loads(row).max(axis=1).sum())
-
-
-def _no_room(left: int) -> str:
-    return f"{left} samples found no row with room"

@@ -8,6 +8,7 @@ from evenstep.plan.problem import Int, Problem, room_in, sums
 
 __all__ = ["fill_empty_rows", "place_left_over", "spill"]
 
+_AT_ONCE = 64  # samples looked at together for one that can make room
 _NEVER = np.iinfo(np.int64).max
 
 _GIVE_UP = (
@@ -88,10 +89,15 @@ def _make_room(weights: Int, row: Int, free: Int, sample: int) -> bool:
     placed = np.flatnonzero(row >= 0)
     opens = (free[:, row[placed]] + weights[:, placed] >= weights[:, sample, None]).all(axis=0)
     ways = placed[opens]
-    for other in ways[np.argsort(weights[0, ways], kind="stable")].tolist():
-        home = int(row[other])
-        target = _tightest(free, weights[:, other], without=home)
-        if target >= 0:
+    ways = ways[np.argsort(weights[0, ways], kind="stable")]
+    for begin in range(0, len(ways), _AT_ONCE):
+        others = ways[begin : begin + _AT_ONCE]
+        fits = np.asarray((free[:, None, :] >= weights[:, others, None]).all(axis=0))
+        fits[np.arange(len(others)), row[others]] = False
+        movable = np.flatnonzero(fits.any(axis=1))
+        if len(movable):
+            other = int(others[movable[0]])
+            home, target = int(row[other]), _tightest(free, weights[:, other], without=int(row[other]))
             _move(weights, row, free, other, target)
             _move(weights, row, free, sample, home)
             return True
