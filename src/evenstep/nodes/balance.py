@@ -122,6 +122,13 @@ class Balance:
         return self.plan.decision.moved_tokens
 
     @property
+    def moved_bytes(self) -> int:
+        """Their encoded size; 0 where nothing moves."""
+        if self.holders is None:
+            return 0
+        return int(self.columns.nbytes[self.holders != self.plan.rank_of].sum())
+
+    @property
     def num_tokens(self) -> int:
         """Tokens of the window."""
         return int(self.columns.tokens.sum())
@@ -177,6 +184,7 @@ class Balance:
             "gain": self.gain,
             "moved_samples": self.moved_samples,
             "moved_tokens": self.moved_tokens,
+            "moved_bytes": self.moved_bytes,
             "num_tokens": self.num_tokens,
             "num_padding": self.num_padding,
             "dropped": self.counts.dropped,

@@ -90,6 +90,7 @@ class Window:
         indices: Dataset index of each of those samples, int64 ``[n]``; -1 for a stream.
         samples: Their payloads; empty where they are read after planning.
         counts: Of this reader; of all where lengths are known ahead.
+        owners: Dp rank whose reader would have read each sample, int32 ``[n]``, where none has been read.
     """
 
     place: Place
@@ -97,6 +98,7 @@ class Window:
     indices: npt.NDArray[np.int64]
     samples: list[Any] = field(repr=False)
     counts: Counts = Counts()
+    owners: npt.NDArray[np.int32] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +113,7 @@ class GatheredWindow:
         local: This rank's payloads by position in ``columns``.
         step_loss_tokens: Loss tokens of the whole optimizer step on all ranks; None if unknown.
         counts: Of the balance group.
+        owners: As of the `Window`.
     """
 
     place: Place
@@ -120,6 +123,7 @@ class GatheredWindow:
     local: dict[int, Any] = field(repr=False)
     step_loss_tokens: int | None
     counts: Counts = Counts()
+    owners: npt.NDArray[np.int32] | None = None
 
 
 @dataclass(frozen=True, slots=True)

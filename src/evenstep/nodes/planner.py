@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from torchdata.nodes import BaseNode
 
+from evenstep.comm.columns import Columns
 from evenstep.comm.plane import DataPlane
 from evenstep.comm.plans import SharedPlan, compare_plan, send_plan
 from evenstep.config import LoaderConfig
@@ -97,7 +98,7 @@ class Planner(Stage[Any, PlannedBatch]):
         resolved = replace(place, count=count, total=place.total or count, skip=0, plan=0)
         if shared.plan is not None:
             reference, _ = self._reference(window)
-            holders = self._holders(window)
+            holders = None if window.holders is None else self._holders(window)
             seq_len, counts = self._config.seq_len, window.counts
             self.balances.append(
                 Balance(resolved, window.columns, reference, holders, shared.plan, seq_len, counts)
@@ -129,6 +130,7 @@ class Planner(Stage[Any, PlannedBatch]):
             holders=None,
             indices=window.indices,
             local={},
+            owners=window.owners,
             step_loss_tokens=loss if whole and loss >= 0 else None,
             counts=window.counts,
         )
@@ -171,7 +173,7 @@ class Planner(Stage[Any, PlannedBatch]):
             min_gain=1.0 if keep else config.min_balance_gain,
             features=features,
             holders=self._holders(window),
-            payload_bytes=columns.nbytes if columns.nbytes.any() else None,
+            payload_bytes=_telling_bytes(columns),
         )
 
     def _reference(self, window: GatheredWindow) -> tuple[npt.NDArray[np.int32], int]:
@@ -190,8 +192,25 @@ class Planner(Stage[Any, PlannedBatch]):
     def _holders(self, window: GatheredWindow) -> npt.NDArray[np.int32] | None:
         """Dp rank, counted inside the balance group, that holds each sample."""
         group, topology = self.plane.balance, self.plane.topology
+        if window.owners is not None:
+            # Nobody holds anything, but the plan is the one that would be made if the samples had been read.
+            return window.owners - np.int32(topology.group_start)
         if window.holders is None or group is None:
             return None
         dp_of = {rank: d for d, replica in enumerate(topology.replicas) for rank in replica}
         by_position = np.array([dp_of[rank] - topology.group_start for rank in group.ranks], dtype=np.int32)
         return by_position[window.holders]
+
+
+def _telling_bytes(columns: Columns) -> npt.NDArray[np.int64] | None:
+    """Encoded sizes where they tell more than tokens do; None where they grow by the token.
+
+    Then a graph that knows only tokens makes the same plan.
+    """
+    tokens, nbytes = columns.tokens, columns.nbytes
+    if not nbytes.any():
+        return None
+    low, high = int(tokens.argmin()), int(tokens.argmax())
+    span = int(tokens[high] - tokens[low])
+    affine = (nbytes - nbytes[low]) * span == (tokens - tokens[low]) * (nbytes[high] - nbytes[low])
+    return None if affine.all() and (span or int(np.ptp(nbytes)) == 0) else nbytes

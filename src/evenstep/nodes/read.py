@@ -150,7 +150,13 @@ class SampleReader:
         kept.truncated += sum(d.truncated for d in described)
 
     def known(
-        self, place: Place, indices: Ints, rows: npt.NDArray[np.int32], order: Ints, metadata: KnownMetadata
+        self,
+        place: Place,
+        indices: Ints,
+        rows: npt.NDArray[np.int32],
+        order: Ints,
+        owners: npt.NDArray[np.int32],
+        metadata: KnownMetadata,
     ) -> Window:
         """The same window from lengths known ahead: nothing is read."""
         table = metadata.take(indices)
@@ -166,7 +172,7 @@ class SampleReader:
             table, order, rows = table.take(kept), order[kept], rows[kept]
         columns = make_columns(table, order, rows, self._cost, self._config)
         counts = Counts(dropped=len(indices) - len(kept), truncated=truncated)
-        return Window(place, columns, indices[kept], [], counts)
+        return Window(place, columns, indices[kept], [], counts, owners[kept])
 
 
 def _clip(table: MetadataTable, indices: Ints, config: LoaderConfig) -> MetadataTable:

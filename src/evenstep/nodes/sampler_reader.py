@@ -34,6 +34,7 @@ class _Asked:
     indices: npt.NDArray[np.int64]
     rows: npt.NDArray[np.int32]
     order: npt.NDArray[np.int64]
+    owners: npt.NDArray[np.int32]
     pending: Pending | None
 
 
@@ -224,19 +225,19 @@ class SamplerReader(BaseNode[Window]):
         indices, rows, owner = self.layout.select(self._step, place, self.plane.topology)
         order = np.arange(len(indices), dtype=np.int64)
         if self._metadata is not None:
-            return _Asked(place, indices, rows, order, None)
+            return _Asked(place, indices, rows, order, owner, None)
         if self._fetcher is None:
             self._fetcher = make_fetcher(self.dataset, self._config, self.plane)
         mine = self._share(owner)
         key = SeedKey(place.start.seed, place.start.epoch)
         pending = self._fetcher.submit(indices[mine].tolist(), key)
-        return _Asked(place, indices[mine], rows[mine], order[mine], pending)
+        return _Asked(place, indices[mine], rows[mine], order[mine], owner[mine], pending)
 
     def _window(self, asked: _Asked) -> Window:
         place, indices, rows, order = asked.place, asked.indices, asked.rows, asked.order
         if asked.pending is None:
             assert self._metadata is not None
-            return self._reader.known(place, indices, rows, order, self._metadata)
+            return self._reader.known(place, indices, rows, order, asked.owners, self._metadata)
         return self._reader.read(place, indices, rows, order, asked.pending.take(len(indices)))
 
     def _share(self, owner: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
