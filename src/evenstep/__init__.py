@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from evenstep.build import build_loader
-from evenstep.comm import DataPlane
+from evenstep.comm import BatchSpec, DataPlane, TensorSpec
 from evenstep.config import LoaderConfig
 from evenstep.cost import CostModel, LinearQuadraticCost, StageCost, TransformerCost, fit_cost
 from evenstep.cursor import Cursor
@@ -16,7 +16,7 @@ from evenstep.errors import (
     WireFormatError,
 )
 from evenstep.loader import Loader
-from evenstep.packing import collate_rows, collate_varlen, pack_text
+from evenstep.packing import Shard, collate_rows, collate_varlen, pack_text
 from evenstep.plan import Objective, PackingConstraints, Plan, plan_window
 from evenstep.samples import BatchInfo, MetadataTable, SampleMetadata
 from evenstep.sampling import MixtureSampler, Step, StepSampler, TokenBudgetSampler
@@ -25,6 +25,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BatchInfo",
+    "BatchSpec",
     "ConfigMismatch",
     "CostModel",
     "Cursor",
@@ -41,10 +42,12 @@ __all__ = [
     "RemoteRankError",
     "SampleError",
     "SampleMetadata",
+    "Shard",
     "StageCost",
     "StateMismatch",
     "Step",
     "StepSampler",
+    "TensorSpec",
     "TokenBudgetSampler",
     "TransformerCost",
     "WireFormatError",
