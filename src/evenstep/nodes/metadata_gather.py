@@ -98,6 +98,7 @@ def announce(
         if isinstance(failure, Exception):
             raise error from failure
         raise failure or error
+    _check_plans(headers, plane)
     if window is None or any(h.status != OK for h in headers.values()):
         raise StopIteration
     return window, headers
