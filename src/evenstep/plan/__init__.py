@@ -1,4 +1,8 @@
-"""Where each sample of a window goes: pure functions on NumPy arrays, no I/O, no clock, no random state."""
+"""Where each sample of a window goes: pure functions on NumPy arrays, no I/O, no clock, no random state.
+
+Arguments and plans can be pickled, so where steps are so short that a plan of some 30 ms beside them counts, plan in
+another process: ``ProcessPoolExecutor(1, mp_context=get_context("forkserver")).submit(plan_window, ...)``.
+"""
 
 from evenstep.errors import Infeasible
 from evenstep.plan.accumulation import reference_layout

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from evenstep.plan.problem import Int, Problem, sums
+from evenstep.plan.problem import Int, Problem
 
 __all__ = ["group_like_costs"]
 
@@ -13,7 +13,16 @@ def group_like_costs(problem: Problem, row: Int) -> Int:
     """Renumber slots so that each group holds the costliest slots that are left; rows stay whole."""
     if problem.groups == 1:
         return row
-    load = sums(problem.work, row // problem.rows, problem.slots)
+    loads = problem.loads(row).reshape(problem.slots, -1)
+    keys = [loads.sum(axis=1)]
+    if loads.shape[1] > 1:  # giants may be giants of one stage
+        keys += [*loads.T, (loads / np.maximum(loads.max(axis=0), 1)).max(axis=1)]
+    orders = [np.argsort(-key, kind="stable") for key in keys]
+    order = min(orders, key=lambda slots: _makespans(loads[slots], problem.ranks))
     place = np.empty(problem.slots, dtype=np.int64)
-    place[np.argsort(-load, kind="stable")] = np.arange(problem.slots)
+    place[order] = np.arange(problem.slots)
     return place[row // problem.rows] * problem.rows + row % problem.rows
+
+
+def _makespans(loads: Int, ranks: int) -> int:
+    return int(loads.reshape(-1, ranks, loads.shape[1]).max(axis=1).sum())

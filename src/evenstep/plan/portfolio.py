@@ -91,10 +91,9 @@ def _levels(problem: Problem, order: Int) -> tuple[int, Int | str]:
 def _packed(problem: Problem, assign: Callable[[Int], object]) -> Int | str:
     """A layout by ``assign``, or by the packers that look at tokens first where it found no room; or why not."""
     row: Int | str = ""
-    for attempt in (
-        assign,
-        *(partial(pack, problem) for pack in (_even_tokens, _token_first, _fullest_first)),
-    ):
+    fallbacks = [partial(pack, problem) for pack in (_even_tokens, _token_first, _fullest_first)]
+    attempts: list[Callable[[Int], object]] = [assign, *fallbacks]
+    for attempt in attempts:
         row = _repaired(problem, attempt)
         if not isinstance(row, str):
             return group_like_costs(problem, row)
