@@ -76,7 +76,7 @@ def fetch_samples(dataset: Any, indices: Sequence[int], key: SeedKey) -> list[An
         )
     try:
         if callable(getattr(dataset, "__getitems__", None)):
-            values = _fetch_together(dataset, indices, key)
+            values = _fetch_together(dataset, indices)
             if values is not None:
                 return values
         return [_fetch_one(dataset, index, key) for index in indices]
@@ -84,11 +84,11 @@ def fetch_samples(dataset: Any, indices: Sequence[int], key: SeedKey) -> list[An
         begin_sample(None)
 
 
-def _fetch_together(dataset: Any, indices: Sequence[int], key: SeedKey) -> list[Any] | None:
+def _fetch_together(dataset: Any, indices: Sequence[int]) -> list[Any] | None:
     """None if one of them cannot be read: then each is read by itself, to find which."""
     if not indices:
         return []
-    begin_sample(key, indices[0])
+    begin_sample(None)  # there is no one sample whose seed it could ask for
     try:
         values = list(dataset.__getitems__(list(indices)))
     except Exception:

@@ -30,10 +30,11 @@ def current_sample_seed() -> int:
 
     A transform that draws from ``numpy.random.default_rng(current_sample_seed())`` gives the same sample after a
     resume, on any rank and with any number of workers. In worker processes the global generators of torch,
-    NumPy and Python are seeded with it as well.
+    NumPy and Python are seeded with it as well. A dataset that reads many samples at once (``__getitems__``) has no
+    one sample; `evenstep.sampling.sample_seed` gives the seed of each.
 
     Raises:
-        RuntimeError: No loader is reading a sample in this thread.
+        RuntimeError: No loader is reading one sample in this thread.
     """
     seed: int | None = getattr(_reading, "seed", None)
     if seed is None:
