@@ -9,6 +9,7 @@ from evenstep.testing.conformance import assert_node_conforms
 from evenstep.testing.equality import assert_same
 from evenstep.testing.outcomes import Outcome, RankDied, RanksFailed
 from evenstep.testing.ranks import run_ranks, run_ranks_outcomes
+from evenstep.testing.simulated_device import SimulatedDevice, SimulatedTensor
 from evenstep.testing.world import SimulatedWorld
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ __all__ = [
     "PackCheckFailed",
     "RankDied",
     "RanksFailed",
+    "SimulatedDevice",
+    "SimulatedTensor",
     "SimulatedWorld",
     "assert_node_conforms",
     "assert_same",
