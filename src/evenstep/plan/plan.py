@@ -20,7 +20,8 @@ class Decision:
     """Which candidate won a window, and why.
 
     Attributes:
-        algorithm: The layout taken: ``"lpt"``, ``"levels"``, ``"refine"``, or ``"reference"`` when it was kept.
+        algorithm: The layout taken: ``"lpt"``, ``"levels"``, ``"refine"``, for small windows also ``"exact"`` or
+            ``"differencing"``, or ``"reference"`` when it was kept.
         reason: One sentence on why it was taken.
         original: Score of the reference layout; None without one.
         candidate: Best score found by the algorithms (the unit of the costs for makespans); None if all failed.

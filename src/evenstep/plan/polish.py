@@ -13,9 +13,9 @@ __all__ = ["polish"]
 _FILL_ROUNDS = 4
 _SMALL = 160  # slots up to which a window gets more rounds
 _ROUNDS = 12
-_MORE_EVEN_ROUNDS, _MORE_SHARPEN_ROUNDS = 16, 24
+_MORE_EVEN_ROUNDS, _MORE_SHARPEN_ROUNDS = 28, 48
 _PAIRS = 16  # of the costliest and the cheapest slots of a group, in the last rounds
-_ENOUGH = 1e-6  # of the makespan: what a group could still gain
+_ENOUGH = 1e-8  # of the makespans: what the groups could still gain
 
 
 def polish(problem: Problem, row: Int, hard_groups: int) -> Int:

@@ -8,6 +8,7 @@ from functools import partial
 
 import numpy as np
 
+from evenstep.plan.differencing import differencing, suits
 from evenstep.plan.exact import MOST_SAMPLES, exact
 from evenstep.plan.grouping import group_like_costs
 from evenstep.plan.levels import levels
@@ -61,6 +62,11 @@ def run_portfolio(
         failed["lpt"] = lpt_row
     elif lpt_row is not None:
         found["lpt"] = lpt_row
+    if algorithm == "auto" and suits(problem):
+        row = differencing(problem)
+        if problem.broken_row(row) is None:
+            fill_empty_rows(problem, row)
+            found["differencing"] = min(polish(problem, row, 0), row, key=partial(_makespans, problem))
     if algorithm in ("auto", "refine"):
         if holders is not None:
             _refine(problem, order, holders, found, failed)
