@@ -1,4 +1,22 @@
-"""The main job: trains a small model on real text, before and after balancing, and checks every claim."""
+"""The main job: trains a small model on real text, before and after balancing, and checks every claim.
+
+Which file does what:
+
+    command.py     the command line, and the demo from start to end
+    corpus.py      the documents: files of text
+    tokens.py      their tokens on disk, cut to pieces that fit a row
+    greedy.py      the reference layout: what an ordinary packed sampler gives
+    settings.py    how large everything is
+    launch.py      starts local ranks
+    model.py       a small GPT with attention inside each document
+    calibrate.py   times it: what the cost model is fitted to
+    train.py       the training loop and its loader
+    compare.py     run by the ranks of the first launch: both layouts, then the stop
+    resume.py      run by the ranks of the second: the rest, and the ledger of samples
+    records.py     what was measured of a step
+    checks.py      what is claimed of all of it
+    tables.py      printed; picture.py: drawn; report.py: written to disk
+"""
 
 from __future__ import annotations
 
