@@ -38,7 +38,7 @@ def measure(*, ranks: int = 2, kib: tuple[int, ...] = _KIB, repeats: int = 40) -
     """Median seconds until the last rank has a batch of 12 tensors, and twice without evenstep.
 
     ``raw`` is one broadcast of as many bytes into the same memory every time; ``each`` is one broadcast per tensor
-    into new memory. The three take turns, so that a busy machine disturbs them alike.
+    into memory of the batch's own, as evenstep's. The three take turns, so that a busy machine disturbs them alike.
     """
     sizes = []
     for rows in zip(*run_ranks(_rank, ranks, kib, repeats, timeout=300.0), strict=True):
@@ -86,9 +86,11 @@ def _rank(rank: int, kib: tuple[int, ...], repeats: int) -> list[tuple[list[floa
         def raw(whole: torch.Tensor = whole) -> None:
             dist.broadcast(whole, 0, group=groups[1])
 
-        def each(batch: Any = batch) -> None:
-            for tensor in batch.values():
-                dist.broadcast(tensor if rank == 0 else torch.empty_like(tensor), 0, group=groups[1])
+        def each(batch: Any = batch, kept: list[Any] = kept) -> None:
+            arrived = [tensor if rank == 0 else torch.empty_like(tensor) for tensor in batch.values()]
+            for tensor in arrived:
+                dist.broadcast(tensor, 0, group=groups[1])
+            kept[0] = arrived
 
         results.append(_take_turns((evenstep, raw, each), repeats, groups[1]))
     return results
