@@ -241,10 +241,12 @@ class Training(RuleBasedStateMachine):
 
     def load(self, saved: Saved) -> None:
         state = json.loads(saved.text)
-        assert self.order(lambda loader: (loader.load_state_dict(state), loader.state_dict())) == (
-            None,
-            state,
-        )
+
+        def into(loader: Loader[Any]) -> None:
+            loader.load_state_dict(state)
+
+        self.order(into)
+        assert self.order(lambda loader: loader.state_dict()) == state
         self.model, self.loaded = saved.model.copy(), saved
         # A state does not tell whether its end was met: it is met again.
         self.model.ended = self.model.moved = False
