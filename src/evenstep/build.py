@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from evenstep.cursor import Cursor
 from evenstep.loader import Loader
 from evenstep.nodes import (
     CallerPrefetch,
+    ContextShard,
     DevicePrefetch,
     ExternalStepReader,
     HostPrefetch,
@@ -33,10 +34,11 @@ from evenstep.nodes import (
     PlannedReader,
     Planner,
     SamplerReader,
+    ShardPad,
 )
 from evenstep.nodes.balance import Balance
 from evenstep.nodes.known import KnownMetadata, known_metadata
-from evenstep.packing import collate_rows, pack_text, with_oversized
+from evenstep.packing import Shard, collate_rows, pack_text, padding_of, with_oversized
 from evenstep.sampling import LocalStepSource, Sampler
 
 if TYPE_CHECKING:
@@ -61,6 +63,7 @@ def build_loader(
     explode: Callable[[Any], Iterable[Any]] | None = None,
     codec: Codec | None = None,
     batch_spec: BatchSpec | None = None,
+    shard: Mapping[str, Shard | None] | None = None,
     on_balance: Callable[[Balance], object] | None = None,
     start: Cursor | None = None,
     allow_changed_dataset: bool = False,
@@ -85,6 +88,9 @@ def build_loader(
             balanced one by one, else rows stay whole and ``pack`` gets the documents of each.
         codec: How samples travel; default `evenstep.comm.codec.PayloadCodec`.
         batch_spec: What every batch looks like, so that model-parallel peers need not be told.
+        shard: How fields are divided over the ranks of a mesh dimension, e.g.
+            ``{"input_ids": Shard("cp", mode="zigzag")}``; fields that belong to the tokens (labels, positions, ...) go
+            along unless they are named, with None to stay whole.
         on_balance: Called with the `Balance` of each window when its first batch is delivered, on the planner rank.
         start: Where a fresh loader begins; default: the beginning of epoch 0.
         allow_changed_dataset: Load states of another dataset size, order or seed too, at the same position.
@@ -111,6 +117,7 @@ def build_loader(
         explode=explode,
         codec=codec,
         batch_spec=batch_spec,
+        shard=shard,
         on_balance=on_balance,
         start=start,
         allow_changed_dataset=allow_changed_dataset,
@@ -174,6 +181,7 @@ class _Request:
     explode: Callable[[Any], Iterable[Any]] | None
     codec: Codec | None
     batch_spec: BatchSpec | None
+    shard: Mapping[str, Shard | None] | None
     on_balance: Callable[[Balance], object] | None
     start: Cursor | None
     allow_changed_dataset: bool
@@ -189,6 +197,7 @@ class _Request:
             "start": repr(self.start),
             "allow_changed_dataset": repr(self.allow_changed_dataset),
             "metadata": "known ahead" if self.metadata is not None else "read",
+            "shard": repr(self.shard),
             "explode": "given" if self.explode is not None else "none",
             "codec": type(self.codec).__name__,
             "batch_spec": repr(self.batch_spec),
@@ -240,6 +249,11 @@ class _Request:
 
     def compose(self, plane: DataPlane) -> BaseNode[Any]:
         """The graph of this rank, by its role."""
+        root = ModelBroadcast(self._constructed(plane), plane, self.batch_spec)
+        return root if self.shard is None else ContextShard(root, plane, self.shard)
+
+    def _constructed(self, plane: DataPlane) -> BaseNode[Any]:
+        """The batches of this replica, at its constructor; elsewhere what only knows where they stand."""
         config, topology = self.config, plane.topology
         groups = topology.dp_size // topology.balance_group_size
         if groups > 1 and (config.accumulation_steps == "auto" or config.resume == "micro_batch"):
@@ -255,7 +269,7 @@ class _Request:
             known = known_metadata(self.metadata, self.sampler.start().dataset_size)
         source = self._reader(plane, known)
         if not topology.in_data_plane:
-            return ModelBroadcast(source, plane, self.batch_spec)
+            return source
         if known is None:
             source = Planner(MetadataGather(source, plane, uneven=config.uneven), plane, config)
             source = PayloadAllToAll(source, plane, config, codec=self.codec)
@@ -269,6 +283,9 @@ class _Request:
             if self.explode is not None and not config.repack:
                 pack = functools.partial(_pack_documents, self.explode, pack)
             source = Packer(source, pack, self.collate)
+            if self.shard is not None:
+                padding, unshifted = padding_of(self.pack, self.collate)
+                source = ShardPad(source, plane, self.shard, padding=padding, unshifted=unshifted)
             if config.pin_memory:
                 source = PinMemory(source, self.device, cpu_fields=config.cpu_fields)
         if config.host_prefetch != 0:
@@ -278,7 +295,7 @@ class _Request:
                 source = HostPrefetch(source, config.host_prefetch)
         if plane.is_constructor:
             source = DevicePrefetch(source, self.device, config.device_prefetch, cpu_fields=config.cpu_fields)
-        return ModelBroadcast(source, plane, self.batch_spec)
+        return source
 
     def _reader(self, plane: DataPlane, known: KnownMetadata | None) -> BaseNode[Any]:
         """Where the steps come from."""

@@ -23,6 +23,8 @@ class Topology:
         readers: Global ranks that read for each dp rank; never empty.
         planners: The planning rank of each balance group.
         balance_group_size: dp ranks that are balanced together.
+        coordinates: Name of each mesh dimension, this process's position in it, and its size.
+        dp_dims: Names of the data-parallel dimensions.
     """
 
     rank: int
@@ -30,6 +32,8 @@ class Topology:
     readers: tuple[tuple[int, ...], ...]
     planners: tuple[int, ...]
     balance_group_size: int
+    coordinates: tuple[tuple[str, int, int], ...] = ()
+    dp_dims: tuple[str, ...] = ("dp",)
 
     @classmethod
     def single(cls) -> Topology:
@@ -81,7 +85,16 @@ class Topology:
                 "some ranks would be balanced with nobody. Choose a divisor."
             )
         readers = _readers(replicas, reader_ranks, group)
-        return cls(rank, replicas, readers, _planners(replicas, group, planner_rank), group)
+        place = np.argwhere(np.asarray(ranks) == rank)[0].tolist()
+        return cls(
+            rank,
+            replicas,
+            readers,
+            _planners(replicas, group, planner_rank),
+            group,
+            tuple(zip(names, place, ranks.shape, strict=True)),
+            tuple(data),
+        )
 
     @property
     def dp_size(self) -> int:
@@ -133,6 +146,27 @@ class Topology:
     def planner(self) -> int:
         """The planning rank of this process's balance group."""
         return self.planners[self.dp_rank // self.balance_group_size]
+
+    def model_coordinate(self, dim: str) -> tuple[int, int]:
+        """This process's position in the mesh dimension ``dim`` and its size; (0, 1) in a single process.
+
+        Raises:
+            ValueError: The mesh has no such dimension, or it is data parallel.
+        """
+        if dim in self.dp_dims:
+            raise ValueError(
+                f"mesh dimension {dim!r} is data parallel: its ranks hold different samples, so there is nothing to "
+                "share among them. Name a context-parallel or another model-parallel dimension."
+            )
+        if not self.coordinates:
+            return 0, 1
+        for name, position, size in self.coordinates:
+            if name == dim:
+                return position, size
+        raise ValueError(
+            f"the mesh has no dimension {dim!r}, only {[name for name, _, _ in self.coordinates]}: nobody could tell "
+            "which part is this rank's. Name one of them, or add the dimension to the mesh."
+        )
 
 
 def _names(ranks: npt.NDArray[np.integer], dim_names: Sequence[str] | None) -> list[str]:

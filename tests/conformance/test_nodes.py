@@ -11,9 +11,10 @@ import torch
 import torchdata.nodes as tn
 
 import evenstep.nodes
-from evenstep import DataPlane, LoaderConfig, MetadataTable, StepSampler
+from evenstep import DataPlane, LoaderConfig, MetadataTable, Shard, StepSampler
 from evenstep.nodes import (
     CallerPrefetch,
+    ContextShard,
     DevicePrefetch,
     ExternalStepReader,
     HostPrefetch,
@@ -25,6 +26,7 @@ from evenstep.nodes import (
     PlannedReader,
     Planner,
     SamplerReader,
+    ShardPad,
     Stage,
     StepBuilder,
 )
@@ -164,6 +166,19 @@ def model_broadcast(plane: DataPlane, dataset: Any) -> tn.BaseNode[Any]:
     return ModelBroadcast(reader(plane, None), plane)
 
 
+SHARD = {"input_ids": Shard("tp", mode="zigzag")}
+
+
+def shard_pad(plane: DataPlane, dataset: Any) -> tn.BaseNode[Any]:
+    return ShardPad(packer(plane, dataset), plane, SHARD)
+
+
+def context_shard(plane: DataPlane, dataset: Any) -> tn.BaseNode[Any]:
+    if plane.is_constructor:
+        return ContextShard(ModelBroadcast(shard_pad(plane, dataset), plane), plane, SHARD)
+    return ContextShard(ModelBroadcast(reader(plane, None), plane), plane, SHARD)
+
+
 def stock_nodes_behind(plane: DataPlane, dataset: Any) -> tn.BaseNode[Any]:
     return tn.Mapper(packer(plane, dataset), lambda batch: batch["input_ids"])
 
@@ -190,6 +205,8 @@ CASES: dict[str, Build] = {
     "CallerPrefetch": caller_prefetch,
     "DevicePrefetch": device_prefetch,
     "ModelBroadcast": model_broadcast,
+    "ShardPad": shard_pad,
+    "ContextShard": context_shard,
 }
 
 
@@ -213,9 +230,9 @@ def test_node_conforms_in_one_process(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("mesh", [{"dp": 2}, {"dp": 2, "tp": 2}], ids=["dp2", "dp2tp2"])
 def test_node_conforms_on_several_ranks(name: str, mesh: dict[str, int]) -> None:
-    if "tp" in mesh and name != "ModelBroadcast":
+    if "tp" in mesh and name not in ("ModelBroadcast", "ContextShard"):
         mesh = {"dp": 3}  # the others do not know that there are model-parallel peers
-    world = SimulatedWorld(mesh)
+    world = SimulatedWorld({"tp": 1, **mesh})
     planes = [world.planes() for _ in range(64)]
 
     def rank(plane: DataPlane) -> None:

@@ -7,6 +7,7 @@ all       ... -> PinMemory -> HostPrefetch -> DevicePrefetch -> ModelBroadcast
 """
 
 from evenstep.nodes.caller_prefetch import CallerPrefetch
+from evenstep.nodes.context_shard import ContextShard
 from evenstep.nodes.device_prefetch import DevicePrefetch
 from evenstep.nodes.external_step_reader import ExternalStepReader
 from evenstep.nodes.fetch import Fetcher, InlineFetcher, ThreadFetcher
@@ -21,12 +22,14 @@ from evenstep.nodes.planned_reader import PlannedReader
 from evenstep.nodes.planner import Planner
 from evenstep.nodes.sample_seed import current_sample_seed
 from evenstep.nodes.sampler_reader import SamplerReader
+from evenstep.nodes.shard_pad import ShardPad
 from evenstep.nodes.stage import Stage
 from evenstep.nodes.step_builder import StepBuilder
 from evenstep.nodes.worker_processes import ProcessFetcher
 
 __all__ = [
     "CallerPrefetch",
+    "ContextShard",
     "Counts",
     "DevicePrefetch",
     "ExternalStepReader",
@@ -46,6 +49,7 @@ __all__ = [
     "ProcessFetcher",
     "RoutedBatch",
     "SamplerReader",
+    "ShardPad",
     "Stage",
     "StepBuilder",
     "ThreadFetcher",

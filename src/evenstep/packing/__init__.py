@@ -15,6 +15,8 @@
 | `collator.py` | a Hugging Face collator as pack and collate |
 | `masks.py` | document ids, masks, the arguments of attention kernels |
 | `policy.py` | samples longer than a row, and rows without samples, for any pack |
+| `shard.py` | which tokens a context-parallel rank gets |
+| `sharding.py` | batches padded and divided for context parallelism |
 | `loss.py` | the loss tokens of a sample |
 """
 
@@ -27,12 +29,16 @@ from evenstep.packing.loss import count_loss_tokens
 from evenstep.packing.masks import block_diagonal_mask, document_ids, document_mask_mod, thd_arguments
 from evenstep.packing.padding import padding_row
 from evenstep.packing.policy import empty_row, truncate_sample, with_oversized
+from evenstep.packing.shard import Shard, shard_indices, shard_tensor, unshard
+from evenstep.packing.sharding import Sharding, padding_of
 from evenstep.packing.text import pack_text
 from evenstep.packing.varlen import collate_varlen
 from evenstep.packing.vision import pack_vision, vision_metadata
 
 __all__ = [
     "FusedPack",
+    "Shard",
+    "Sharding",
     "block_diagonal_mask",
     "collate_rows",
     "collate_varlen",
@@ -45,9 +51,13 @@ __all__ = [
     "fused_pack",
     "pack_text",
     "pack_vision",
+    "padding_of",
     "padding_row",
+    "shard_indices",
+    "shard_tensor",
     "thd_arguments",
     "truncate_sample",
+    "unshard",
     "vision_metadata",
     "with_oversized",
 ]
