@@ -23,7 +23,7 @@ from evenstep.topology import Topology
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["DEFAULT_TIMEOUT", "DataPlane"]
+__all__ = ["CLOSE_GRACE", "DEFAULT_TIMEOUT", "DataPlane"]
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)
 CLOSE_GRACE = 5.0  # seconds that a leaving rank waits for the others

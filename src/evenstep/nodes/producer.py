@@ -15,7 +15,7 @@ from typing import Any
 
 from torchdata.nodes import BaseNode
 
-from evenstep.comm.plane import DataPlane
+from evenstep.comm.plane import CLOSE_GRACE, DataPlane
 from evenstep.nodes.stage import upstream
 
 __all__ = ["Produced", "Producer"]
@@ -144,7 +144,7 @@ class Producer:
             return
         plane = self._plane()
         if grace is None:
-            grace = 5.0 if plane is None else plane.close_grace
+            grace = CLOSE_GRACE if plane is None else plane.close_grace
         self._join(thread, grace)
         if thread.is_alive() and plane is not None:
             plane.abandon()
