@@ -183,7 +183,7 @@ class ExternalStepReader(BaseNode[Window]):
         assert self._stream is not None
         position = self._stream.state()
         if not self._checked:
-            check_serialisable(position, f"state['source'][{self._key!r}]['position']")
+            check_serialisable(position, "state")
             self._checked = True
         return {self._key: {"epoch": epoch, "position": position}}
 

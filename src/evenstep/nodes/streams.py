@@ -65,7 +65,7 @@ class _Node:
         self._source.reset(copy.deepcopy(state))
 
     def state(self) -> Any:
-        return copy.deepcopy(self._source.state_dict())
+        return copy_state(self._source.state_dict())
 
     def next(self) -> Any:
         return next(self._source)
@@ -84,12 +84,25 @@ class _Stateful:
     def load(self, state: Any) -> None:
         self._source.load_state_dict(copy.deepcopy(state))
         self._items = iter(self._source)
+        _count_once(self._items, state)
 
     def state(self) -> Any:
-        return copy.deepcopy(self._source.state_dict())
+        return copy_state(self._source.state_dict())
 
     def next(self) -> Any:
         return next(self._items)
+
+
+def _count_once(items: Any, state: Any) -> None:
+    """torchdata 0.11 counts what it skips on a load twice, where the dataset under its loader has no state.
+
+    The state it gives next would then skip twice as much.
+    """
+    if not isinstance(state, Mapping):
+        return
+    for name in ("_num_yielded", "_sampler_iter_yielded"):
+        if state.get(name) and getattr(items, name, None) == 2 * state[name]:
+            setattr(items, name, state[name])
 
 
 class _Replayed:
@@ -135,6 +148,19 @@ class _Replayed:
         return items
 
 
+def copy_state(state: Any) -> Any:
+    """A copy of a source's state, which goes on changing.
+
+    Raises:
+        TypeError: It cannot be copied, and so not saved; the message names the key.
+    """
+    try:
+        return copy.deepcopy(state)
+    except Exception:
+        check_serialisable(state, "state")
+        raise
+
+
 def check_serialisable(state: Any, where: str) -> None:
     """Refuse a state that no checkpoint can hold, by the name of the key that holds it.
 
@@ -152,6 +178,6 @@ def check_serialisable(state: Any, where: str) -> None:
             pickle.dumps(state)
         except Exception as error:
             raise TypeError(
-                f"{where} is {state!r} ({type(state).__name__}), which no checkpoint can hold ({error}): the state of "
-                "a source is made of plain values, arrays and tensors"
+                f"the source's {where} is {state!r} ({type(state).__name__}), which no checkpoint can hold ({error}): a "
+                "state is made of plain values, arrays and tensors"
             ) from error
