@@ -55,6 +55,21 @@ def test_dp_rank_is_the_position_in_the_product_of_data_parallel_dimensions() ->
     assert topology(shape).replicas == ((0, 3), (1, 4), (2, 5), (6, 9), (7, 10), (8, 11))
 
 
+@given(world=worlds())
+def test_every_rank_knows_its_place_in_each_dimension(
+    world: tuple[np.ndarray[Any, Any], list[str], dict[str, Any]],
+) -> None:
+    ranks, names, options = world
+    for rank in range(ranks.size):
+        own = Topology.from_mesh(ranks, names, rank=rank, **options)
+        place = {name: (at, size) for name, at, size in own.coordinates}
+        assert ranks[tuple(place[name][0] for name in names)] == rank
+        assert [place[name][1] for name in names] == list(ranks.shape)
+        for name in names:
+            if not name.startswith("dp"):
+                assert own.model_coordinate(name) == place[name]
+
+
 def test_dp_dims_are_taken_in_the_order_given() -> None:
     shape = {"a": 2, "b": 3}
     assert topology(shape, dp_dims=("b", "a")).constructors == (0, 3, 1, 4, 2, 5)
