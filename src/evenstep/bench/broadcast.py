@@ -75,7 +75,7 @@ def _rank(rank: int, kib: tuple[int, ...], repeats: int) -> list[tuple[list[floa
         numel = size * 1024 // _TENSORS // 8
         batch = {f"field{i}": torch.arange(numel) for i in range(_TENSORS)}
         whole = torch.zeros(_TENSORS * numel * 8, dtype=torch.uint8)
-        kept: list[Any] = [None]
+        kept: list[Any] = [None, None]  # each way frees its own
 
         def evenstep(batch: Any = batch, kept: list[Any] = kept) -> None:
             if rank == 0:
@@ -90,7 +90,7 @@ def _rank(rank: int, kib: tuple[int, ...], repeats: int) -> list[tuple[list[floa
             arrived = [tensor if rank == 0 else torch.empty_like(tensor) for tensor in batch.values()]
             for tensor in arrived:
                 dist.broadcast(tensor, 0, group=groups[1])
-            kept[0] = arrived
+            kept[1] = arrived
 
         results.append(_take_turns((evenstep, raw, each), repeats, groups[1]))
     return results
