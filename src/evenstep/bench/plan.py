@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from statistics import median
-from time import perf_counter, sleep
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -43,9 +43,13 @@ def compare(case: Case, seeds: range, peers: dict[str, Peer]) -> dict[str, Any]:
     bounds: list[float] = []
     plans: dict[str, list[tuple[float, float]]] = {}
     beaten: list[str] = []
-    fallbacks = 0
+    fallbacks = unpackable = samples = 0
     for seed in seeds:
         window = case.draw(seed)
+        if case.fill and window.reference is None:  # first-fit decreasing found no packing: there may be none
+            unpackable += 1
+            continue
+        samples = len(window.tokens)
         even = float(window.costs.sum()) / case.dp_size
         bounds.append(_bound(case, window) / even)
         scores: dict[str, float] = {}
@@ -66,14 +70,15 @@ def compare(case: Case, seeds: range, peers: dict[str, Peer]) -> dict[str, Any]:
             if score < scores.get("auto", np.inf) * (1 - 1e-12):
                 beaten.append(name)
     ours = np.array([score for score, _ in plans.get("auto", [])])
-    over = ours / np.array(bounds) if len(ours) == len(bounds) else np.array([np.nan])
+    over = ours / np.array(bounds) if 0 < len(ours) == len(bounds) else np.array([np.nan])
     return {
         "case": case.name,
         "dp_size": case.dp_size,
         "micro_batches": case.micro_batches,
-        "samples": len(case.draw(seeds[0]).tokens),
+        "samples": samples,
         "draws": len(seeds),
-        "bound": median(bounds),
+        "unpackable": unpackable,
+        "bound": median(bounds) if bounds else float("nan"),
         "over_bound_median": float(np.median(over)),
         "over_bound_max": float(over.max()),
         "fallbacks": fallbacks,
@@ -186,7 +191,7 @@ def growth(seed: int) -> list[dict[str, float]]:
     for rows in (64, 256, 1024, 4096, 16384):
         case = Case("growth", CASES["named"].lengths, rows, 1, 1 << 40, 0, rows * 61)
         window = case.draw(seed)
-        point = {"samples": len(window.tokens), "rows": rows}
+        point: dict[str, float] = {"samples": len(window.tokens), "rows": rows}
         for name in ("lpt", "auto"):
             point[f"{name}_seconds"] = _timed(partial(_plan, case, window, name))[0]
         points.append(point)
@@ -214,7 +219,7 @@ def interference(seed: int, runs: int = 20, seconds: float = 1.0) -> dict[str, f
     ratios = []
     for _ in range(runs):
         alone = launch(count)
-        planner = threading.Thread(target=lambda: (sleep(0.2 * seconds), _plan(case, window, "auto")))
+        planner = threading.Timer(0.2 * seconds, _plan, (case, window, "auto"))
         planner.start()
         beside = launch(count)
         planner.join()
