@@ -43,16 +43,16 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.embedding = nn.Embedding(VOCAB, WIDTH)
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
         self.head = nn.Linear(WIDTH, VOCAB)
 
-    def forward(self, input_ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Logits ``[1, tokens, vocabulary]``."""
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """The sum of the token losses of one flat sequence."""
         x = self.embedding(input_ids)
         q, k, v = self.qkv(x).unsqueeze(1).chunk(3, dim=-1)
         attended = scaled_dot_product_attention(q, k, v, attn_mask=mask).squeeze(1)
-        logits: torch.Tensor = self.head(x + attended)
-        return logits
+        logits = self.head(x + attended)
+        return cross_entropy(logits[0, :-1], labels[0, 1:], reduction="sum")
 
 
 def make_loader(mesh: DeviceMesh) -> Loader[dict[str, Any]]:
@@ -63,7 +63,8 @@ def make_loader(mesh: DeviceMesh) -> Loader[dict[str, Any]]:
         mesh,
         LoaderConfig(seq_len=SEQ_LEN, micro_batch_size=2),
         sampler=TokenBudgetSampler(documents.lengths, rows_per_step=8, seq_len=SEQ_LEN),
-        metadata=documents.lengths,
+        # With the loss tokens known too, every batch can tell those of its whole step.
+        metadata={"tokens": documents.lengths, "loss_tokens": documents.lengths - 1},
         collate=collate_varlen,
     )
 
@@ -90,7 +91,7 @@ class Training(Stateful):
 
 
 def train(folder: Path, steps: int) -> list[torch.Tensor]:
-    """Train up to optimizer step ``steps``, from the checkpoint in ``folder`` if there is one; the parameters."""
+    """Train up to optimizer step ``steps``, from the last checkpoint in ``folder`` if there is one; the parameters."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
     model = Model()
     fully_shard(model, mesh=mesh)
@@ -98,13 +99,14 @@ def train(folder: Path, steps: int) -> list[torch.Tensor]:
     with make_loader(mesh) as loader:
         # The loader is Stateful as it is; its state is the same on every rank.
         checkpoint = {"training": Training(model, optimizer), "loader": loader}
-        if (folder / ".metadata").exists():
-            dcp.load(checkpoint, checkpoint_id=folder)
+        finished = sorted(folder.glob("step-*/.metadata"))
+        if finished:
+            dcp.load(checkpoint, checkpoint_id=finished[-1].parent)
         while loader.step < steps:
             for batch in loader:
                 info = batch["info"]
-                logits = model(batch["input_ids"], block_diagonal_mask(document_ids(batch)))
-                loss = cross_entropy(logits[0, :-1], batch["labels"][0, 1:], reduction="sum")
+                mask = block_diagonal_mask(document_ids(batch))
+                loss = model(batch["input_ids"], batch["labels"], mask)
                 # FSDP divides by the number of ranks, step_loss_tokens counts those of all ranks already.
                 (loss * dist.get_world_size() / info.step_loss_tokens).backward()
                 if not info.is_last_micro_batch:
@@ -113,7 +115,7 @@ def train(folder: Path, steps: int) -> list[torch.Tensor]:
                 optimizer.zero_grad()
                 if loader.step == steps:
                     break
-        dcp.save(checkpoint, checkpoint_id=folder)
+        dcp.save(checkpoint, checkpoint_id=folder / f"step-{steps:06d}")
     return [parameter.full_tensor().detach() for parameter in model.parameters()]  # type: ignore[attr-defined]
 
 

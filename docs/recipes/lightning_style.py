@@ -51,7 +51,8 @@ class Module(nn.Module):
         """This micro-batch's share of the step's loss, already divided by the tokens of all ranks."""
         logits = self.model(batch["input_ids"])[:, :-1].flatten(0, 1)
         loss = cross_entropy(logits, batch["labels"][:, 1:].flatten(), reduction="sum")
-        return loss / batch["info"].step_loss_tokens
+        total: int = batch["info"].step_loss_tokens
+        return loss / total
 
 
 class Data:

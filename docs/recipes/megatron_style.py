@@ -80,7 +80,8 @@ def forward_step(
 
     def loss_function(output: torch.Tensor) -> torch.Tensor:
         # With --calculate-per-token-loss Megatron sums token counts over ranks after the step; this one is known.
-        return (output * loss_mask.flatten()).sum() / info.step_loss_tokens
+        total: int = info.step_loss_tokens
+        return (output * loss_mask.flatten()).sum() / total
 
     return losses, loss_function
 

@@ -40,7 +40,7 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.embedding = nn.Embedding(VOCAB, WIDTH)
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
         self.head = nn.Linear(WIDTH, VOCAB)
 
     def forward(self, input_ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -94,8 +94,8 @@ def train(folder: Path, steps: int) -> list[torch.Tensor]:
                 if loader.step == steps:
                     break
         if dist.get_rank() == 0:
-            states = {"model": model, "optimizer": optimizer, "loader": loader}
-            torch.save({name: part.state_dict() for name, part in states.items()}, checkpoint)
+            parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "loader": loader}
+            torch.save({name: part.state_dict() for name, part in parts.items()}, checkpoint)
         dist.barrier()
     return [parameter.detach() for parameter in model.parameters()]
 

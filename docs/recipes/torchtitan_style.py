@@ -107,7 +107,11 @@ class Trainer:
 
     def save(self) -> None:
         """The loader's state is one small dictionary, the same on every rank."""
-        parts = {"model": self.model, "optimizer": self.optimizer, "dataloader": self.dataloader}
+        parts: dict[str, Any] = {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "dataloader": self.dataloader,
+        }
         if dist.get_rank() == 0:
             torch.save({name: part.state_dict() for name, part in parts.items()}, self.folder / "step.pt")
         dist.barrier()
