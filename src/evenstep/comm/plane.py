@@ -137,7 +137,7 @@ class DataPlane:
         hosts = agree(world, told, problem)
         assert topology is not None  # else agree() has raised
         if balance_group_size == "node":
-            topology = roles(_dp_ranks_per_host(topology, hosts))
+            topology = roles(dp_ranks_per_host(topology, hosts))
         groups = create_groups(topology, world, backend, payload_backend or backend, where, timeout)
         return cls(topology, groups)
 
@@ -282,7 +282,7 @@ def agree(world: Communicator, config: Mapping[str, str], problem: Exception | N
     return [other["host"] for other in everybody]
 
 
-def _dp_ranks_per_host(topology: Topology, hosts: Sequence[str]) -> int:
+def dp_ranks_per_host(topology: Topology, hosts: Sequence[str]) -> int:
     """How many consecutive dp ranks share a host; rank order need not follow hosts, so it is checked."""
     where = [hosts[rank] for rank in topology.constructors]
     size = (
