@@ -161,27 +161,6 @@ def test_every_document_of_a_built_stream_is_trained_on_once(corpus: Any) -> Non
     assert all(set(key) == {0} for key in padding)
 
 
-def test_balancing_moves_documents_between_streams() -> None:
-    class Uneven:
-        def __init__(self, rank: int) -> None:
-            self.rank = rank
-
-        def __iter__(self) -> Iterator[Any]:
-            long = {"input_ids": torch.full((500 if self.rank == 0 else 20,), self.rank)}
-            return iter([[[long], [long]], [[long], [long]]])
-
-    def rank(plane: DataPlane) -> list[list[int]]:
-        told: list[Any] = []
-        config = LoaderConfig(seq_len=512)
-        loader = build_loader(Uneven(plane.topology.dp_rank), plane, config, on_balance=told.append)
-        with loader:
-            for _ in loader:
-                pass
-        return [b.sent.tolist() for b in told]
-
-    assert SimulatedWorld(2).run(rank) == [[[1, 1], [1, 1]], []]
-
-
 def test_a_rank_local_batch_sampler_reads_its_dataset(corpus: Any) -> None:
     def rank(plane: DataPlane, stop: int | None = None, state: Any = None) -> tuple[list[Any], Any]:
         topology = plane.topology

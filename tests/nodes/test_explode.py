@@ -1,0 +1,192 @@
+"""Samples that were packed before: their documents balanced one by one, or their rows kept whole."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from evenstep import DataPlane, LoaderConfig, SampleMetadata, StepSampler, build_loader
+from evenstep.testing import SimulatedWorld, assert_same
+
+SEQ_LEN = 1024
+
+
+class Packed:
+    """Rows of the corpus as a packer left them: documents one after another, and where they end."""
+
+    def __init__(self, corpus: Any) -> None:
+        self.rows: list[list[torch.Tensor]] = [[]]
+        for k in range(len(corpus)):
+            document = corpus[k]["input_ids"]
+            if sum(map(len, self.rows[-1])) + len(document) > SEQ_LEN:
+                self.rows.append([])
+            self.rows[-1].append(document)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        row = self.rows[index]
+        return {"tokens": torch.cat(row), "ends": np.cumsum([len(document) for document in row])}
+
+
+def explode(sample: dict[str, Any]) -> list[dict[str, Any]]:
+    return [
+        {"input_ids": part} for part in torch.tensor_split(sample["tokens"], sample["ends"][:-1].tolist())
+    ]
+
+
+def documents_of(samples: list[Any], seq_len: int) -> list[tuple[int, ...]]:
+    """A pack that keeps the documents apart."""
+    assert sum(len(sample["input_ids"]) for sample in samples) <= seq_len
+    return [tuple(sample["input_ids"].tolist()) for sample in samples]
+
+
+def as_they_are(rows: list[Any]) -> list[Any]:
+    return [row for row in rows if isinstance(row, list)]  # without evenstep's padding rows
+
+
+def train(plane: DataPlane, packed: Packed, known: bool = False, **options: Any) -> list[Any]:
+    config = LoaderConfig(seq_len=SEQ_LEN, **options)
+    sampler = StepSampler(len(packed), global_batch_size=4, seed=2)
+    metadata = None
+    if known:
+        documents = [len(document) for row in packed.rows for document in row]
+        metadata = {
+            "tokens": [sum(map(len, row)) for row in packed.rows],
+            "documents": documents,
+            "document_offsets": np.cumsum([0, *(len(row) for row in packed.rows)]),
+        }
+    loader = build_loader(
+        packed,
+        plane,
+        config,
+        sampler=sampler,
+        explode=explode,
+        metadata=metadata,
+        pack=documents_of,
+        collate=as_they_are,
+    )
+    with loader:
+        return [row for batch in loader for row in batch]
+
+
+@pytest.mark.parametrize("repack", [True, False])
+@pytest.mark.parametrize("options", [{}, {"balance_window": 1}, {"accumulation_steps": "auto"}])
+def test_every_document_is_trained_on_once(corpus: Any, repack: bool, options: dict[str, Any]) -> None:
+    packed = Packed(corpus)
+    results = SimulatedWorld(2).run(lambda plane: train(plane, packed, repack=repack, **options))
+    rows = [row for part in results for row in part]
+    found = Counter(document for row in rows for document in row)
+    steps = len(packed) // 4 * 4
+    order = StepSampler(len(packed), global_batch_size=4, seed=2)
+    cursor, members = order.start(), []
+    while (step := order.step_at(cursor)) is not None:
+        members += step.indices.tolist()
+        cursor = step.next_cursor
+    assert len(members) == steps
+    expected = Counter(tuple(d.tolist()) for k in members for d in packed.rows[k])
+    assert {key: found[key] for key in expected} == dict(expected)
+    whole = {tuple(tuple(d.tolist()) for d in packed.rows[k]) for k in members}
+    kept = sum(tuple(row) in whole for row in rows)
+    if options.get("accumulation_steps") != "auto":
+        assert (kept == len(rows)) == (not repack)
+
+
+def test_repacking_balances_what_whole_rows_cannot(corpus: Any) -> None:
+    packed = Packed(corpus)
+    told: dict[bool, list[float]] = {}
+    for repack in (True, False):
+        told[repack] = []
+
+        def rank(plane: DataPlane, repack: bool = repack) -> None:
+            loader = build_loader(
+                packed,
+                plane,
+                LoaderConfig(seq_len=SEQ_LEN, repack=repack),
+                sampler=StepSampler(len(packed), global_batch_size=4, seed=2),
+                explode=explode,
+                on_balance=lambda balance: told[repack].append(balance.efficiency),
+            )
+            with loader:
+                for _ in loader:
+                    pass
+
+        SimulatedWorld(2).run(rank)
+    assert sum(told[True]) > sum(told[False])
+
+
+def test_whole_rows_cost_what_their_documents_cost(corpus: Any) -> None:
+    packed = Packed(corpus)
+    costs: list[list[float]] = []
+    build: dict[str, Any] = {
+        "sampler": StepSampler(len(packed), global_batch_size=4, order="sequential"),
+        "explode": explode,
+        "on_balance": lambda balance: costs.append(balance.columns.costs[:, 0].tolist()),
+    }
+    with build_loader(packed, None, LoaderConfig(seq_len=SEQ_LEN, repack=False), **build) as loader:
+        next(loader)
+    from evenstep.cost import DEFAULT_COST
+    from evenstep.samples import MetadataTable
+
+    rows = [[len(document) for document in row] for row in packed.rows[:4]]
+    table = MetadataTable.from_samples([SampleMetadata(sum(row), documents=row) for row in rows])
+    assert costs == [DEFAULT_COST.cost(table).reshape(-1).tolist()]
+
+
+def test_known_lengths_give_the_same_whole_rows(corpus: Any) -> None:
+    packed = Packed(corpus)
+    world = SimulatedWorld(2)
+    online = world.run(lambda plane: train(plane, packed, repack=False))
+    known = world.run(lambda plane: train(plane, packed, known=True, repack=False))
+    assert_same(known, online)
+
+
+def test_repacking_needs_the_documents_before_planning(corpus: Any) -> None:
+    message = (
+        "explode with repack=True needs the documents of each sample before planning, which metadata does not give: "
+        "choose repack=False to keep the rows whole, or leave metadata out"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        train(DataPlane.single(), Packed(corpus), known=True)
+
+
+def test_local_steps_of_packed_rows_are_exploded_too(corpus: Any) -> None:
+    packed = Packed(corpus)
+
+    def rank(plane: DataPlane) -> list[Any]:
+        mine = [packed[k] for k in range(plane.topology.dp_rank, len(packed) - 1, 2)]
+        steps = [[[sample] for sample in mine[k : k + 2]] for k in range(0, len(mine) // 2 * 2, 2)]
+        config = LoaderConfig(seq_len=SEQ_LEN)
+        loader = build_loader(steps, plane, config, explode=explode, pack=documents_of, collate=as_they_are)
+        with loader:
+            return [row for batch in loader for row in batch]
+
+    found = Counter(d for part in SimulatedWorld(2).run(rank) for row in part for d in row)
+    used = len(packed) // 4 * 4
+    expected = Counter(tuple(d.tolist()) for row in packed.rows[:used] for d in row)
+    assert {key: found[key] for key in expected} == dict(expected)
+
+
+def test_a_document_that_fails_takes_its_sample_along(corpus: Any) -> None:
+    def fragile(sample: Any) -> Any:
+        yield {"input_ids": sample["tokens"][:2]}
+        if sample["ends"][0] == packed[1]["ends"][0]:
+            raise OSError("half a row")
+        yield {"input_ids": sample["tokens"][2:]}
+
+    packed = Packed(corpus)
+    config = LoaderConfig(seq_len=SEQ_LEN, on_sample_error="skip")
+    sampler = StepSampler(4, global_batch_size=4, order="sequential")
+    packed.rows = packed.rows[:4]
+    heard: list[Any] = []
+    with build_loader(
+        packed, None, config, sampler=sampler, explode=fragile, on_balance=heard.append
+    ) as loader:
+        assert sum(batch["info"].num_samples for batch in loader) == 6
+    assert heard[0].counts.skipped == 1
