@@ -45,12 +45,15 @@ class Documents:
         return {"input_ids": torch.arange(LENGTHS[index]), "index": index, "value": value}
 
 
+EVERYWHERE: dict[str, Any] = {}  # options of every loader of a rank
+
+
 def build(dataset: Any = None, sampler: Any = None, **options: Any) -> Loader[Any]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
     names = ("metadata_fn", "pack", "collate", "metadata")
     given = {name: options.pop(name) for name in names if name in options}
     chosen = StepSampler(len(LENGTHS), global_batch_size=4, order="sequential")
-    settings: dict[str, Any] = {"seq_len": 20, "timeout": timedelta(seconds=20), **options}
+    settings: dict[str, Any] = {"seq_len": 20, "timeout": timedelta(seconds=20), **EVERYWHERE, **options}
     return build_loader(
         Documents() if dataset is None else dataset,
         mesh,
@@ -335,7 +338,8 @@ SURVIVED = {
 }
 
 
-def survive(rank: int, names: list[str]) -> dict[str, tuple[int, str, float]]:
+def survive(rank: int, names: list[str], collectives: str) -> dict[str, tuple[int, str, float]]:
+    EVERYWHERE["collectives"] = collectives
     outcomes = {}
     for name in names:
         scenario = SURVIVED[name]
@@ -348,9 +352,9 @@ def survive(rank: int, names: list[str]) -> dict[str, tuple[int, str, float]]:
     return outcomes
 
 
-@pytest.fixture(scope="module")
-def outcomes() -> list[dict[str, tuple[int, str, float]]]:
-    return run_ranks(survive, 2, list(SURVIVED))
+@pytest.fixture(scope="module", params=["producer", "caller"])
+def outcomes(request: pytest.FixtureRequest) -> list[dict[str, tuple[int, str, float]]]:
+    return run_ranks(survive, 2, list(SURVIVED), request.param)
 
 
 @pytest.mark.parametrize("name", SURVIVED)
@@ -364,6 +368,6 @@ def test_every_rank_hears_of_it(outcomes: list[dict[str, tuple[int, str, float]]
 
 
 if __name__ == "__main__":
-    for rank, result in enumerate(run_ranks(survive, 2, sys.argv[1:] or list(SURVIVED))):
+    for rank, result in enumerate(run_ranks(survive, 2, sys.argv[1:] or list(SURVIVED), "auto")):
         for name, (count, text, seconds) in result.items():
             print(rank, name, count, f"{seconds:.2f}", text)

@@ -45,12 +45,15 @@ class Documents:
         return {"input_ids": torch.arange(1 + index * 7 % 50)}
 
 
+EVERYWHERE: dict[str, Any] = {}  # options of every loader of a rank
+
+
 def build(dataset: Any = None, timeout: float = 30.0, **options: Any) -> Loader[Any]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
     loader = build_loader(
         Documents() if dataset is None else dataset,
         mesh,
-        LoaderConfig(seq_len=64, timeout=timedelta(seconds=timeout), **options),
+        LoaderConfig(seq_len=64, timeout=timedelta(seconds=timeout), **EVERYWHERE, **options),
         sampler=StepSampler(SAMPLES, global_batch_size=4, order="sequential"),
     )
     KEPT.append(loader)
@@ -164,9 +167,14 @@ def show(outcomes: list[Outcome[None]]) -> str:
     )
 
 
-def check(name: str) -> list[Outcome[None]]:
-    function, expected = SCENARIOS[name]
-    outcomes = run_ranks_outcomes(function, 2, timeout=40)
+def play(rank: int, name: str, collectives: str) -> None:
+    EVERYWHERE["collectives"] = collectives
+    SCENARIOS[name][0](rank)
+
+
+def check(name: str, collectives: str = "producer") -> list[Outcome[None]]:
+    expected = SCENARIOS[name][1]
+    outcomes = run_ranks_outcomes(play, 2, name, collectives, timeout=40)
     for outcome, (code, text) in zip(outcomes, expected, strict=True):
         error = "None" if outcome.error is None else f"{type(outcome.error).__name__}: {outcome.error}"
         assert outcome.exit_code == code, f"{show(outcomes)}\n{outcome.traceback}"
@@ -178,6 +186,11 @@ def check(name: str) -> list[Outcome[None]]:
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_every_rank_ends(name: str) -> None:
     check(name)
+
+
+@pytest.mark.parametrize("name", ["killed", "breaks_everywhere", "step_raises", "exits"])
+def test_every_rank_ends_whose_training_thread_starts_the_collectives(name: str) -> None:
+    check(name, "caller")
 
 
 if __name__ == "__main__":
