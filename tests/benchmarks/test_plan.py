@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -57,6 +58,21 @@ def test_quantiles_reproduce_the_tail() -> None:
     lengths = draw_from(LONG_CONTEXT, np.random.default_rng(0), 100_000, 32_768)
     assert 0.008 < (lengths == 32_768).mean() < 0.010
     assert 3500 < lengths.mean() < 3700
+
+
+def test_a_failing_peer_is_reported() -> None:
+    def broken(*_: object) -> Any:
+        raise RuntimeError("no plan today")
+
+    result = plan.compare(CASES["lognormal-98-dp8"], range(1), {"broken": broken})
+    assert result["failed_peers"] == {"broken": "RuntimeError: no plan today"}
+
+
+def test_speed_and_interference_are_measured() -> None:
+    fast = plan.speed(0, repeats=3)
+    assert fast["lpt_ratio"] < 6
+    assert fast["auto_ratio"] < 15
+    assert plan.interference(0, runs=1, seconds=0.2)["runs"] == 1
 
 
 def test_command(capsys: pytest.CaptureFixture[str]) -> None:

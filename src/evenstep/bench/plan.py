@@ -43,6 +43,7 @@ def compare(case: Case, seeds: range, peers: dict[str, Peer]) -> dict[str, Any]:
     bounds: list[float] = []
     plans: dict[str, list[tuple[float, float]]] = {}
     beaten: list[str] = []
+    failed: dict[str, str] = {}
     fallbacks = unpackable = samples = 0
     for seed in seeds:
         window = case.draw(seed)
@@ -64,7 +65,11 @@ def compare(case: Case, seeds: range, peers: dict[str, Peer]) -> dict[str, Any]:
         for name, peer in peers.items():
             if "Karp" in name and len(window.tokens) * case.rows > _SLOW_PEER:
                 continue
-            seconds, row = _timed(partial(peer, window.tokens, window.costs, case.rows, case.seq_len))
+            try:
+                seconds, row = _timed(partial(peer, window.tokens, window.costs, case.rows, case.seq_len))
+            except Exception as error:  # another library's failure is a result, too
+                failed[name] = f"{type(error).__name__}: {error}"
+                continue
             score = _peer_score(case, window, row) / even
             plans.setdefault(name, []).append((score, seconds))
             if score < scores.get("auto", np.inf) * (1 - 1e-12):
@@ -83,6 +88,7 @@ def compare(case: Case, seeds: range, peers: dict[str, Peer]) -> dict[str, Any]:
         "over_bound_max": float(over.max()),
         "fallbacks": fallbacks,
         "better_peers": sorted(set(beaten)),
+        "failed_peers": failed,
         "planners": {name: _summary(results) for name, results in plans.items()},
     }
 
@@ -272,6 +278,7 @@ def _text(result: dict[str, Any]) -> str:
             score = f"{'-':>9}" if value is None else f"{value:9.5f}"
             broke = f"  broke the limit {planner['broke_limit']}x" if planner["broke_limit"] else ""
             lines.append(f"  {name:24}{score} {planner['seconds'] * 1e3:9.2f} ms{broke}")
+        lines += [f"  {name:24} failed: {why}" for name, why in row["failed_peers"].items()]
     for row in result.get("movement", []):
         for name in ("refine", "auto"):
             if name in row:
