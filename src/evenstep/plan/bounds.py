@@ -37,7 +37,9 @@ def _stage_bound(problem: Problem, cost: Int) -> float:
     if problem.rows == 1 and ranks > 1:
         for threshold in _thresholds(problem):
             best = np.maximum(best, _beside_giants(problem, cost, floor, total, threshold))
-    return max(total / ranks, float(best.max()))
+    # Makespans are sums of costs, so multiples of what divides them all.
+    unit = int(np.gcd.reduce(cost))
+    return float(np.ceil(max(total / ranks, float(best.max())) / unit * (1 - 1e-12)) * unit)
 
 
 def _floors(problem: Problem, cost: Int) -> Int:

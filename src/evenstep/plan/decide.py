@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -26,6 +27,7 @@ def decide(
         Infeasible: No algorithm found a layout, and there is no feasible reference layout to keep.
     """
     bound = makespan_bound(problem)
+    lower = window.in_cost_units(bound) if window.objective.kind == "makespan" else 0.0
     candidates, failures = run_portfolio(problem, algorithm, window.holders, bound)
     scores = {name: window.score(row, problem) for name, row in candidates.items()}
     # Of equally good layouts the refined one, because it moves the least.
@@ -44,7 +46,7 @@ def decide(
         if window.holders is not None:
             value = window.tokens if window.payload_bytes is None else window.payload_bytes
             row = match_holders(problem, row, window.holders, value)
-        reason = _taken(window, micro_batches, name, original, scores[name], gain)
+        reason = _taken(window, micro_batches, name, original, scores[name], gain, lower)
     assert len(row) == window.size, "a plan lost samples"
     assert problem.broken_row(row) is None, "a plan broke a hard limit"
     floor, advice = _advice(window, problem, micro_batches)
@@ -60,7 +62,7 @@ def decide(
         gain=gain,
         scores={name: window.in_cost_units(score) for name, score in scores.items()},
         failures=failures,
-        lower_bound=window.in_cost_units(bound) if window.objective.kind == "makespan" else 0.0,
+        lower_bound=lower,
         floor_sample=floor,
         moved_samples=int(moved.sum()),
         moved_tokens=int(window.tokens[moved].sum()),
@@ -98,14 +100,22 @@ def _keep(problem: Problem, best: str | None, gain: float, min_gain: float) -> s
 
 
 def _taken(
-    window: Window, micro_batches: int, name: str, original: float | None, score: float, gain: float
+    window: Window,
+    micro_batches: int,
+    name: str,
+    original: float | None,
+    score: float,
+    gain: float,
+    bound: float,
 ) -> str:
     score = window.in_cost_units(score)
+    # Where there is a bound, how much is left tells whether a longer search could pay.
+    beside = f", {max(score / bound - 1, 0.0):.2%} above the lower bound" if 0 < bound < math.inf else ""
     if original is None:
-        return f"{name} scored best with {score:.6g}."
+        return f"{name} scored best with {score:.6g}{beside}."
     if micro_batches < window.reference_micro_batches:
         return f"{name} needs {micro_batches} micro-batches instead of {window.reference_micro_batches}."
-    return f"{name} lowers the score from {window.in_cost_units(original):.6g} to {score:.6g} ({gain:.2%})."
+    return f"{name} lowers the score from {window.in_cost_units(original):.6g} to {score:.6g} ({gain:.2%}){beside}."
 
 
 def _advice(window: Window, problem: Problem, micro_batches: int) -> tuple[int, str]:
