@@ -14,7 +14,7 @@ from evenstep.comm.codec import frame, layout
 from evenstep.comm.codec.containers import parse_structure, structure_json
 from evenstep.comm.codec.describe import describe
 from evenstep.comm.codec.nodes import Node
-from evenstep.comm.codec.scan import Unsupported, scan
+from evenstep.comm.codec.scan import Unsupported, are_alike, scan
 from evenstep.errors import WireFormatError
 
 __all__ = ["PayloadCodec"]
@@ -63,26 +63,7 @@ class PayloadCodec:
         """
         if not samples and not out.numel():
             return
-        numbers: dict[int, int] = {}
-        groups: list[_Structure] = []
-        members: list[list[Any]] = []
-        index: list[int] = []
-        last: _Structure | None = None
-        number = 0
-        for sample in samples:
-            structure = self._scan(sample)[1]
-            if structure is not last:
-                number = numbers.setdefault(structure.key, len(groups))
-                if number == len(groups):
-                    groups.append(structure)
-                    members.append([])
-                elif groups[number].json != structure.json:
-                    raise ValueError(
-                        f"two structures of samples have the same key {structure.key}; rename a field of one"
-                    )
-                last = structure
-            members[number].append(sample)
-            index.append(number)
+        groups, members, index = self._group(samples)
         writer = frame.Writer()
         for structure, values in zip(groups, members, strict=True):
             structure.node.encode(values, writer)
@@ -114,6 +95,32 @@ class PayloadCodec:
             return columns[0]
         following = [iter(column) for column in columns]
         return [next(following[number]) for number in index.tolist()]
+
+    def _group(self, samples: Sequence[Any]) -> tuple[list[_Structure], list[list[Any]], list[int]]:
+        """The different structures of ``samples``, the samples of each, and the structure number of each sample."""
+        if len(samples) > 1 and are_alike(samples):
+            return [self._scan(samples[0])[1]], [list(samples)], [0] * len(samples)
+        numbers: dict[int, int] = {}
+        groups: list[_Structure] = []
+        members: list[list[Any]] = []
+        index: list[int] = []
+        last: _Structure | None = None
+        number = 0
+        for sample in samples:
+            structure = self._scan(sample)[1]
+            if structure is not last:
+                number = numbers.setdefault(structure.key, len(groups))
+                if number == len(groups):
+                    groups.append(structure)
+                    members.append([])
+                elif groups[number].json != structure.json:
+                    raise ValueError(
+                        f"two structures of samples have the same key {structure.key}; rename a field of one"
+                    )
+                last = structure
+            members[number].append(sample)
+            index.append(number)
+        return groups, members, index
 
     def _scan(self, sample: Any) -> tuple[int, _Structure]:
         signature: list[Any] = []

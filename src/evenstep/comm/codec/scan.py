@@ -6,6 +6,7 @@ import struct
 from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from evenstep.comm.codec.classes import is_reachable, record_fields
 from evenstep.comm.codec.leaves import ARRAY_KINDS, TENSOR_DTYPES
 from evenstep.comm.codec.values import big_int_bytes
 
-__all__ = ["KEY_TYPES", "VECTORS", "Unsupported", "all_fit_int64", "fits_int64", "scan"]
+__all__ = ["KEY_TYPES", "VECTORS", "Unsupported", "all_fit_int64", "are_alike", "fits_int64", "scan"]
 
 VECTORS = {int: "i", float: "f", bool: "b"}
 _PLAIN_KEYS = {str}
@@ -56,6 +57,38 @@ class _Ragged: ...
 def scan(value: Any, signature: list[Any]) -> int:
     """Append the signature of ``value`` and return the bytes of its variable part in a segment."""
     return _SCANNERS[type(value)](value, signature)
+
+
+_TENSOR_FACTS = attrgetter("dtype", "ndim", "layout", "is_meta", "is_nested")
+_ARRAY_FACTS = attrgetter("dtype", "ndim")
+_SAME_WHATEVER_VALUE = (float, bool, str, bytes)
+
+
+def are_alike(samples: Sequence[Any]) -> bool:
+    """Whether all samples have the signature of the first; False also where only `scan` can tell.
+
+    Thousands of plain dictionaries with the same keys are the usual case: field by field, not sample by sample,
+    this takes a third of the time of scanning each.
+    """
+    first = samples[0]
+    if type(first) is not dict or set(map(type, samples)) != {dict} or not first:
+        return False
+    keys = tuple(first)
+    if set(map(type, keys)) != _PLAIN_KEYS or not all(map(keys.__eq__, map(tuple, samples))):
+        return False
+    for column in zip(*map(dict.values, samples), strict=True):
+        kinds = set(map(type, column))
+        if kinds == {Tensor}:
+            alike = len(set(map(_TENSOR_FACTS, column))) == 1
+        elif kinds == {np.ndarray}:
+            alike = len(set(map(_ARRAY_FACTS, column))) == 1
+        elif kinds == {int}:
+            alike = all_fit_int64(column)
+        else:
+            alike = len(kinds) == 1 and kinds.issubset(_SAME_WHATEVER_VALUE)
+        if not alike:
+            return False
+    return True
 
 
 def _scan_tensor(value: Tensor, signature: list[Any]) -> int:
