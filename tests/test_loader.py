@@ -135,6 +135,36 @@ def test_set_epoch_after_a_restore_at_the_end_begins_the_epoch() -> None:
     assert [b["rows"] for b in loader] == orders[1]
 
 
+def test_after_a_restore_at_the_end_the_first_loop_is_empty_unless_told_otherwise() -> None:
+    done, plain = loader_of(), loader_of()
+    orders = [[batch["rows"] for batch in plain] for _ in range(3)]
+    list(done)
+    end = done.state_dict()
+    loader = loader_of()
+    loader.load_state_dict(end)
+    assert [b["rows"] for b in loader] == []
+    assert [b["rows"] for b in loader] == orders[1]
+
+    loader = loader_of()
+    loader.restart_on_stop_iteration = True
+    loader.load_state_dict(end)
+    assert loader.state_dict() == end
+    assert iter(iter(loader)) is loader
+    assert (loader.state_dict()["epoch"], loader.step) == (1, 3)
+    assert [b["rows"] for b in loader] == orders[1]
+    assert [b["rows"] for b in loader] == orders[2]
+    loader.load_state_dict(end)
+    assert list(_rest(loader)) == []
+
+
+def _rest(loader: Loader[Any]) -> list[Any]:
+    """By ``next`` alone, which never leaves an epoch."""
+    rest = []
+    while (batch := next(loader, None)) is not None:
+        rest.append(batch)
+    return rest
+
+
 @pytest.mark.parametrize(
     ("epoch", "error", "message"),
     [

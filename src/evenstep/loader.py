@@ -29,10 +29,12 @@ class Loader(tn.Loader[T], Generic[T]):
     """Iterates a graph and keeps its position.
 
     It is its own iterator. `iter` on an unfinished epoch continues it; after the end it begins the next one. A
-    state taken at an epoch's end restores to that end, from where the next `iter` begins the next epoch.
+    state taken at an epoch's end restores to that end: the first loop over it is empty, the second is the next epoch.
 
     Args:
         root: The last node of the graph.
+        restart_on_stop_iteration: Let already the first loop after such a restore be the next epoch, as under the
+            stock Loader: for trainers that count the epoch as done when they restore it (Lightning). May be set later.
         on_balance: Called with the `Balance` of each window when its first batch is delivered, on the planner rank.
         log_balance: Log the same to the ``"evenstep"`` logger.
     """
@@ -40,11 +42,12 @@ class Loader(tn.Loader[T], Generic[T]):
     def __init__(
         self,
         root: tn.BaseNode[T],
+        restart_on_stop_iteration: bool = False,
         *,
         on_balance: Callable[[Balance], object] | None = None,
         log_balance: bool = False,
     ) -> None:
-        super().__init__(root)
+        super().__init__(root, restart_on_stop_iteration)
         self._on_balance = on_balance
         self._log_balance = log_balance
         self._told: Balance | None = None
@@ -67,6 +70,8 @@ class Loader(tn.Loader[T], Generic[T]):
         if (self._finished or self._has_handed_out_all()) and not self._closed:
             self._resets.append(None)
             self._finished = False
+        if self.restart_on_stop_iteration and self._loaded is not None and self._is_end(self._loaded):
+            self._go_to(next_epoch_state(self._loaded))
         return self
 
     def __next__(self) -> T:
@@ -267,7 +272,9 @@ class Loader(tn.Loader[T], Generic[T]):
     def _has_handed_out_all(self) -> bool:
         if not self._handed_out or self._resets or self._error is not None:
             return False
-        state = self.state_dict()
+        return self._is_end(self.state_dict())
+
+    def _is_end(self, state: Mapping[str, Any]) -> bool:
         return not _is_foreign(state) and self._at_end(Cursor.from_dict(_without_source(state)))
 
     def _at_end(self, cursor: Cursor) -> bool:

@@ -36,34 +36,41 @@ class HasState(Protocol):
 
 
 class FitLoop:
-    """Epochs over one loader, with the order of calls of Lightning's fit loop."""
+    """Epochs over one loader, with the order of calls of Lightning's fit loop.
+
+    An epoch whose last batch was trained on is counted as done when it is restored.
+    """
 
     def __init__(self, loader: Loader[Any]) -> None:
         self.loader = loader
         self.restored: dict[str, Any] | None = None
         self.epoch = 0
+        self.batches = 0
 
     def state_dict(self) -> dict[str, Any]:
-        return {"epoch": self.epoch, "combined_loader": [self.loader.state_dict()]}
+        done = self.batches == len(self.loader)
+        return {"epoch": self.epoch + done, "combined_loader": [self.loader.state_dict()]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.restored, self.epoch = state["combined_loader"][0], state["epoch"]
 
     def run(self, epochs: int, stop_after: int | None = None) -> Iterator[tuple[int, Any]]:
-        batches = 0
+        trained = 0
         while self.epoch < epochs:
             if self.restored is not None:
                 self.loader.load_state_dict(self.restored)
                 self.restored = None
             iterator = iter(self.loader)
+            self.batches = 0
             while True:
                 try:
                     batch = next(iterator)
                 except StopIteration:
                     break
-                batches += 1
+                self.batches += 1
+                trained += 1
                 yield self.epoch, batch["rows"]
-                if batches == stop_after:
+                if trained == stop_after:
                     return
             self.epoch += 1
 
@@ -80,7 +87,9 @@ def test_a_lightning_like_fit_loop_goes_on_where_it_was(tmp_path: Path, stop_aft
     first = FitLoop(new_loader())
     before = list(first.run(3, stop_after))
     torch.save(first.state_dict(), tmp_path / "last.ckpt")
-    second = FitLoop(new_loader())
+    loader = new_loader()
+    loader.restart_on_stop_iteration = True  # as docs/resume.md says
+    second = FitLoop(loader)
     second.load_state_dict(torch.load(tmp_path / "last.ckpt", weights_only=True))
     assert before + list(second.run(3)) == whole
 
