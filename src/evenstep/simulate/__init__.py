@@ -3,7 +3,6 @@
 Which file does what:
 
     lengths.py          the formats that lengths come in
-    megatron_index.py   one of them, a binary index
     settings.py         what is simulated
     steps.py            optimizer steps, sampled over an epoch
     simulation.py       the same steps, laid out by every algorithm over every window

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from evenstep.simulate.megatron_index import read_megatron_index
+from evenstep.datasets.megatron_index import MegatronIndex
 from evenstep.simulate.progress import Progress, no_progress
 
 __all__ = ["read_lengths"]
@@ -47,7 +47,7 @@ def read_lengths(
     if ending == ".npy":
         values = np.load(path, mmap_mode="r", allow_pickle=False)
     elif ending == ".idx":
-        values = read_megatron_index(path)
+        values = MegatronIndex.read(path).document_lengths()
     elif ending == ".parquet":
         values = _read_parquet(path, column)
     elif ending in (".csv", ".tsv"):
