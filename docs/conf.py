@@ -44,24 +44,45 @@ napoleon_numpy_docstring = False
 nitpicky = True
 nitpick_ignore_regex = [
     # No remote inventories, so that the build needs no network: names of Python and other packages are text.
-    (r"py:.*", r"(collections|contextlib|dataclasses|datetime|functools|np|npt|numpy|os|pathlib|st|hypothesis)\..*"),
+    (
+        r"py:.*",
+        r"(collections|contextlib|dataclasses|datetime|functools|np|npt|numpy|os|pathlib|st|hypothesis)\..*",
+    ),
     (r"py:.*", r"(tn|torch|torchdata|types|typing|concurrent|argparse|multiprocessing|threading)\..*"),
-    (r"py:.*", r"(Any|Callable|Collection|Generic|Hashable|Iterable|Iterator|Literal|Mapping|MutableMapping|Path|Protocol)"),
-    (r"py:.*", r"(Sequence|Sized|TypeVar|timedelta|TracebackType|DeviceMesh|BaseNode|nullcontext|Module|Tensor)"),
+    (
+        r"py:.*",
+        r"(Any|Callable|Collection|Generic|Hashable|Iterable|Iterator|Literal|Mapping|MutableMapping|Path|Protocol)",
+    ),
+    (
+        r"py:.*",
+        r"(Sequence|Sized|TypeVar|timedelta|TracebackType|DeviceMesh|BaseNode|nullcontext|Module|Tensor)",
+    ),
     (r"py:.*", r"(bool|bytes|dict|float|int|list|object|str|tuple|type|None|Ellipsis|self|self\..*)"),
-    (r"py:.*", r"(AssertionError|BaseException|Exception|ImportError|IndexError|KeyError|OSError|OverflowError)"),
+    (
+        r"py:.*",
+        r"(AssertionError|BaseException|Exception|ImportError|IndexError|KeyError|OSError|OverflowError)",
+    ),
     (r"py:.*", r"(RuntimeError|StopIteration|TimeoutError|TypeError|ValueError|NotImplementedError)"),
     # Halves of a type in a string that is split at its comma.
     (r"py:class", r"(.* )?tuple\[\w+"),
     # Several exceptions with one reason: the docstring names them together.
     (r"py:exc", r".*, .*"),
     # Type variables and private aliases say nothing that the text does not.
-    (r"py:.*", r"(.*\.)?(T|In|Out|_\w+|Int|Float|Array|Loads|Sample|Pack|Collate|Build|MicroBatch|Oversized|Remainder)"),
+    (
+        r"py:.*",
+        r"(.*\.)?(T|In|Out|_\w+|Int|Float|Array|Loads|Sample|Pack|Collate|Build|MicroBatch|Oversized|Remainder)",
+    ),
     (r"py:.*", r"(.*\.)?(DeviceLike|Ints|SearchStrategy|DrawFn|T_co|NDArray|ArrayLike)"),
     # Parts between the stages, which users meet as values and never build.
-    (r"py:.*", r"(.*\.)?(Columns|Rounds|Groups|Communicator|Launcher|LaunchDesk|Pending|KnownMetadata|SeedKey)"),
+    (
+        r"py:.*",
+        r"(.*\.)?(Columns|Rounds|Groups|Communicator|Launcher|LaunchDesk|Pending|KnownMetadata|SeedKey)",
+    ),
     (r"py:.*", r"(.*\.)?(BufferPool|ModelPlane|Padding|Simulated\w+|StepPicture)"),
-    (r"py:.*", r"(.*\.)?(RowStatistics|LocalStream|LocalRows|Layout|RowLimits|RowNeeds|Stamp|Pool|Moves|Exchange)"),
+    (
+        r"py:.*",
+        r"(.*\.)?(RowStatistics|LocalStream|LocalRows|Layout|RowLimits|RowNeeds|Stamp|Pool|Moves|Exchange)",
+    ),
 ]
 
 MODULES = [
