@@ -15,6 +15,7 @@ __all__ = ["main"]
 COMMANDS = {
     "demo": "train a small model on real text, before and after balancing, and check every claim",
     "simulate": "what balance would bring to a file of document lengths",
+    "lengths": "scan a dataset once, so that its lengths are known ahead",
     "bench": "benchmarks to run on your own machine",
 }
 BENCHES = {

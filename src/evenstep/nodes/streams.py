@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-import pickle
+import io
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
+import torch
 from torchdata.nodes import BaseNode
 
 __all__ = ["Stream", "check_serialisable", "open_stream", "pass_epoch_on"]
@@ -94,7 +95,7 @@ class _Stateful:
 
 
 def _count_once(items: Any, state: Any) -> None:
-    """torchdata 0.11 counts what it skips on a load twice, where the dataset under its loader has no state.
+    """Torchdata 0.11 counts what it skips on a load twice, where the dataset under its loader has no state.
 
     The state it gives next would then skip twice as much.
     """
@@ -165,7 +166,7 @@ def check_serialisable(state: Any, where: str) -> None:
     """Refuse a state that no checkpoint can hold, by the name of the key that holds it.
 
     Raises:
-        TypeError: A value cannot be pickled.
+        TypeError: A value cannot be saved.
     """
     if isinstance(state, Mapping):
         for key, value in state.items():
@@ -175,7 +176,7 @@ def check_serialisable(state: Any, where: str) -> None:
             check_serialisable(value, f"{where}[{k}]")
     else:
         try:
-            pickle.dumps(state)
+            torch.save(state, io.BytesIO())
         except Exception as error:
             raise TypeError(
                 f"the source's {where} is {state!r} ({type(state).__name__}), which no checkpoint can hold ({error}): a "

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["WorkerMessage", "pack_message", "unpack_message"]
+__all__ = ["WorkerMessage", "pack_message", "rebuilt", "unpack_message"]
 
 WorkerMessage = tuple[bytes, list[int], torch.Tensor]
 _ALIGNMENT = 64  # bytes, as the widest vector registers like it
@@ -64,6 +64,15 @@ def unpack_message(message: WorkerMessage) -> list[Any]:
         begin += _padded(size)
     values: list[Any] = pickle.loads(data, buffers=buffers)
     return values
+
+
+def rebuilt(error: Exception) -> Exception | None:
+    """``error`` as the other side of a message would see it; None if it cannot be sent or rebuilt."""
+    try:
+        again: Exception = pickle.loads(pickle.dumps(error))
+    except Exception:
+        return None
+    return again
 
 
 def _padded(size: int) -> int:

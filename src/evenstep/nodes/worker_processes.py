@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import random
 import threading
 import traceback
@@ -21,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from evenstep.nodes.fetch import Pending, Unreadable, fetch_samples
 from evenstep.nodes.sample_seed import SeedKey, begin_sample
-from evenstep.nodes.worker_message import pack_message, unpack_message
+from evenstep.nodes.worker_message import pack_message, rebuilt, unpack_message
 
 __all__ = ["ProcessFetcher"]
 
@@ -146,9 +145,8 @@ def _portable(value: Any) -> Any:
     if not isinstance(value, Unreadable):
         return value
     text = "".join(traceback.format_exception(value.error))
-    try:
-        error = pickle.loads(pickle.dumps(value.error))
-    except Exception:
+    error = rebuilt(value.error)
+    if error is None:
         error = RuntimeError(f"{type(value.error).__name__}: {value.error}")
     return _Failed(error, text)
 

@@ -1,0 +1,237 @@
+"""``evenstep lengths``: scans a dataset once, so that its lengths are known ahead ever after."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from evenstep.config import LoaderConfig
+from evenstep.errors import SampleError
+from evenstep.nodes.describe import Describer
+from evenstep.nodes.fetch import Fetcher, InlineFetcher, Pending, ThreadFetcher, Unreadable
+from evenstep.nodes.sample_seed import SeedKey
+from evenstep.nodes.worker_processes import ProcessFetcher
+
+__all__ = ["add_arguments", "run", "scan_lengths"]
+
+_UNREAD = -1
+_CHUNK = 1024  # samples between two marks that a restart can go on from
+_ANY_LENGTH = 1 << 60
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``evenstep lengths`` to ``parser``."""
+    parser.description = (
+        "Reads every sample once and writes how many tokens it has, for build_loader(metadata='lengths.npy'). "
+        "Interrupted, it goes on where it stopped."
+    )
+    parser.add_argument(
+        "dataset", metavar="MODULE:NAME", help="a dataset, or a function without arguments that returns one"
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, required=True, metavar="FILE.npy", help="where lengths go"
+    )
+    parser.add_argument(
+        "--metadata-fn",
+        metavar="MODULE:NAME",
+        help="how a sample's tokens are counted (default: its input_ids)",
+    )
+    parser.add_argument("--num-workers", type=int, default=0, metavar="N", help="workers (default: none)")
+    parser.add_argument(
+        "--worker",
+        choices=("process", "thread"),
+        default="process",
+        help="what they are (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--unreadable",
+        choices=("error", "empty"),
+        default="error",
+        help="a sample that cannot be read stops the scan, or counts as empty, which a loader drops "
+        "(default: %(default)s)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run ``evenstep lengths``: 0, or 1 with a message on stderr."""
+    begin = time.perf_counter()
+    try:
+        dataset: Any = _import(args.dataset)
+        if not hasattr(dataset, "__getitem__") and callable(dataset):
+            dataset = dataset()
+        metadata_fn: Any = None if args.metadata_fn is None else _import(args.metadata_fn)
+        lengths = scan_lengths(
+            dataset,
+            args.output,
+            metadata_fn=metadata_fn,
+            num_workers=args.num_workers,
+            worker=args.worker,
+            unreadable=args.unreadable,
+            progress=_terminal_progress,
+        )
+    except (ImportError, AttributeError, OSError, TypeError, ValueError, SampleError) as error:
+        print(f"evenstep lengths: {error}", file=sys.stderr)
+        return 1
+    seconds = time.perf_counter() - begin
+    total, longest = int(lengths.sum()), int(lengths.max(initial=0))
+    mean = total / max(1, len(lengths))
+    print(
+        f"{args.output}: {len(lengths)} samples, {total} tokens, mean {mean:.1f}, longest {longest}, "
+        f"{int((lengths == 0).sum())} empty; {seconds:.1f} s"
+    )
+    return 0
+
+
+def scan_lengths(
+    dataset: Any,
+    output: str | os.PathLike[str],
+    *,
+    metadata_fn: Callable[[Any], Any] | None = None,
+    num_workers: int = 0,
+    worker: str = "process",
+    unreadable: str = "error",
+    progress: Callable[[int, int], Any] | None = None,
+) -> npt.NDArray[np.int64]:
+    """Write the tokens of every sample to ``output``, an ``.npy`` file of int64 ``[len(dataset)]``.
+
+    While it runs the lengths grow in ``output`` + ``.part``; a scan that was stopped reads only what is missing there.
+
+    Args:
+        dataset: Anything with ``dataset[i]`` and ``len``.
+        output: The file.
+        metadata_fn: ``sample -> int | SampleMetadata``; default ``len(sample["input_ids"])``.
+        num_workers: Workers that read; 0: none.
+        worker: ``"process"`` or ``"thread"``.
+        unreadable: A sample that cannot be read is an ``"error"``, or counts as ``"empty"``.
+        progress: ``(done, total) -> context manager of advance(samples)``.
+
+    Returns:
+        What was written.
+
+    Raises:
+        SampleError: A sample cannot be read; what has been read is kept.
+        TypeError: The dataset has no length.
+        ValueError: The unfinished file is of another dataset.
+    """
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise TypeError(
+            f"{type(dataset).__name__} has no len() and [index]: only a map-style dataset can be scanned"
+        )
+    final = Path(output)
+    part = final.with_name(final.name + ".part")
+    lengths = _open_part(part, len(dataset))
+    missing = np.flatnonzero(lengths == _UNREAD)
+    measured = _Measured(dataset, metadata_fn)
+    fetcher = _fetcher(measured, num_workers, worker)
+    show = _no_progress if progress is None else progress
+    try:
+        with show(len(dataset) - len(missing), len(dataset)) as advance:
+            for chunk, values in _chunks(fetcher, missing):
+                for index, value in zip(chunk.tolist(), values, strict=True):
+                    if isinstance(value, Unreadable):
+                        if unreadable == "error":
+                            error = value.error
+                            raise SampleError(
+                                f"sample {index}: {type(error).__name__}: {error}; {part} keeps what has been read, the "
+                                "same command goes on from there",
+                                index,
+                            ) from error
+                        value = 0
+                    lengths[index] = value
+                advance(len(chunk))
+    finally:
+        fetcher.close()
+        lengths.flush()
+    result = np.array(lengths)
+    del lengths
+    part.replace(final)
+    return result
+
+
+def _chunks(
+    fetcher: Fetcher, missing: npt.NDArray[np.intp]
+) -> Iterator[tuple[npt.NDArray[np.intp], list[Any]]]:
+    """The lengths of ``missing``, the next chunk under way while one is written."""
+    chunks = [missing[k : k + _CHUNK] for k in range(0, len(missing), _CHUNK)]
+    asked: list[Pending] = []
+    for k, chunk in enumerate(chunks):
+        while len(asked) < min(k + 2, len(chunks)):
+            asked.append(fetcher.submit(chunks[len(asked)].tolist(), SeedKey()))
+        yield chunk, asked[k].take(len(chunk))
+
+
+def _fetcher(dataset: Any, num_workers: int, worker: str) -> Fetcher:
+    if not num_workers:
+        return InlineFetcher(dataset)
+    kind = ProcessFetcher if worker == "process" else ThreadFetcher
+    return kind(dataset, num_workers, name="evenstep-lengths")
+
+
+class _Measured:
+    """The dataset, of which only lengths leave a worker."""
+
+    def __init__(self, dataset: Any, metadata_fn: Callable[[Any], Any] | None) -> None:
+        self._dataset = dataset
+        self._describe = Describer(LoaderConfig(seq_len=_ANY_LENGTH), metadata_fn)
+
+    def __getitem__(self, index: int) -> int:
+        return int(self._describe(self._dataset[index]).metadata.tokens)
+
+
+def _open_part(path: Path, size: int) -> np.memmap[Any, np.dtype[np.int64]]:
+    if not path.exists():
+        created: np.memmap[Any, np.dtype[np.int64]] = np.lib.format.open_memmap(
+            path, mode="w+", dtype=np.int64, shape=(size,)
+        )
+        created[:] = _UNREAD
+        return created
+    mapped: np.memmap[Any, np.dtype[np.int64]] = np.lib.format.open_memmap(path, mode="r+")
+    if mapped.shape != (size,) or mapped.dtype != np.int64:
+        raise ValueError(
+            f"{path} is an unfinished scan of {mapped.shape} samples, the dataset has {size}: it is of another dataset. "
+            "Delete it to begin again."
+        )
+    return mapped
+
+
+def _import(path: str) -> Any:
+    """What ``module:name`` names; modules in the working directory are found too."""
+    module, colon, name = path.partition(":")
+    if not colon or not module or not name:
+        raise ValueError(
+            f"{path!r} names nothing; expected MODULE:NAME, for example my_project.data:train_set"
+        )
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    found: Any = import_module(module)
+    for attribute in name.split("."):
+        found = getattr(found, attribute)
+    return found
+
+
+@contextmanager
+def _no_progress(done: int, total: int) -> Iterator[Callable[[int], None]]:  # noqa: ARG001
+    yield lambda _: None
+
+
+@contextmanager
+def _terminal_progress(done: int, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar on stderr, if that is a terminal and tqdm is installed."""
+    try:
+        tqdm: Any = import_module("tqdm").tqdm
+    except ImportError:
+        with _no_progress(done, total) as advance:
+            yield advance
+        return
+    with tqdm(total=total, initial=done, unit=" samples", disable=not sys.stderr.isatty()) as bar:
+        yield lambda samples: bar.update(samples) and None
