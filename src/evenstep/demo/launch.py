@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import uuid
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -36,7 +38,8 @@ def launch(ranks: int, function: Callable[..., T], *args: Any) -> T:
         args: Its arguments; they are pickled.
 
     Raises:
-        RanksFailed: A rank raised or died; the others have been stopped.
+        RanksFailed: A rank raised or died, or a signal came; the others have been stopped.
+        KeyboardInterrupt: The signal was that of Ctrl-C.
     """
     config = LaunchConfig(
         min_nodes=1,
@@ -58,6 +61,10 @@ def launch(ranks: int, function: Callable[..., T], *args: Any) -> T:
         message = failure.message
         text = message["message"] if isinstance(message, dict) else message
         raise RanksFailed(f"rank {rank} failed: {text}") from error
+    except SignalException as error:  # the launcher has stopped the ranks
+        if error.sigval is signal.SIGINT:
+            raise KeyboardInterrupt from error
+        raise RanksFailed(f"the ranks were stopped by {error.sigval.name}") from error
     first: T = results[0]
     return first
 
