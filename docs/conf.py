@@ -93,6 +93,7 @@ MODULES = [
     "evenstep.samples",
     "evenstep.errors",
     "evenstep.sampling",
+    "evenstep.datasets",
     "evenstep.plan",
     "evenstep.cost",
     "evenstep.packing",
