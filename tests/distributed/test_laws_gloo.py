@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -33,10 +34,17 @@ def mesh_plane(tp: int = 1, readers: str | None = None) -> DataPlane:
     return DataPlane.from_mesh(mesh, reader_ranks=readers)
 
 
-def epoch(rank: int, stream: Stream, layout: Layout) -> list[Seen]:
-    plane = mesh_plane(layout.tp, "all" if layout.everybody_reads else None)
-    with layout.loader(stream, plane) as loader:
-        return [Seen.of(batch, loader) for batch in loader]
+def epochs(rank: int, name: str) -> dict[str, list[Seen]]:
+    """One epoch of every stream in one layout."""
+    seen = {}
+    for kind, stream in STREAMS.items():
+        layout = LAYOUTS[name]
+        if kind == "auto":
+            layout = replace(layout, options={**layout.options, "balance_window": None})
+        plane = mesh_plane(layout.tp, "all" if layout.everybody_reads else None)
+        with layout.loader(stream, plane) as loader:
+            seen[kind] = [Seen.of(batch, loader) for batch in loader]
+    return seen
 
 
 STREAMS = {
@@ -47,24 +55,32 @@ STREAMS = {
 }
 
 
-@pytest.mark.parametrize("kind", STREAMS)
-def test_members_do_not_depend_on_the_number_of_ranks(kind: str) -> None:
-    """Laws 1, 2, 4 and 5 on 1, 2 and 4 ranks, each in a layout of its own."""
-    stream = STREAMS[kind]
-    expected = {cursor.step: members for cursor, members in stream.steps()}
-    window = {} if kind == "auto" else {"balance_window": 2}
-    for world, layout in (
-        (1, Layout(options={"micro_batch_size": 2, "host_prefetch": 0})),
-        (2, Layout(dp=2, known=True, options={"micro_batch_size": 1, "algorithm": "lpt", **window})),
-        (4, Layout(dp=4, options={"micro_batch_size": 2, "broadcast_plan": False, "exchange": "window"})),
-        (4, Layout(dp=2, tp=2, everybody_reads=True, options={"micro_batch_size": 2, **window})),
-    ):
-        ranks = run_ranks(epoch, world, stream, layout)
-        assert members_by_step(ranks[:: layout.tp]) == expected, layout
-        assert all([b.state for b in seen] == [b.state for b in ranks[0]] for seen in ranks)
-        assert all(
-            [b.info.micro_batch for b in seen] == [b.info.micro_batch for b in ranks[0]] for seen in ranks
-        )
+LAYOUTS = {
+    "one rank": Layout(options={"micro_batch_size": 2, "host_prefetch": 0}),
+    "two ranks, lengths known": Layout(
+        dp=2, known=True, options={"micro_batch_size": 1, "algorithm": "lpt", "balance_window": 2}
+    ),
+    "four ranks": Layout(
+        dp=4, options={"micro_batch_size": 2, "broadcast_plan": False, "exchange": "window"}
+    ),
+    "two replicas of two": Layout(
+        dp=2, tp=2, everybody_reads=True, options={"micro_batch_size": 2, "balance_window": 2}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_members_do_not_depend_on_the_layout(name: str) -> None:
+    """Laws 1, 2, 4 and 5."""
+    layout = LAYOUTS[name]
+    everything = run_ranks(epochs, layout.dp * layout.tp, name)
+    for kind, stream in STREAMS.items():
+        ranks = [seen[kind] for seen in everything]
+        expected = {cursor.step: members for cursor, members in stream.steps()}
+        assert members_by_step(ranks[:: layout.tp]) == expected, kind
+        for seen in ranks:
+            assert [b.state for b in seen] == [b.state for b in ranks[0]]
+            assert [b.info.micro_batch for b in seen] == [b.info.micro_batch for b in ranks[0]]
 
 
 class Documents:
