@@ -84,8 +84,13 @@ def test_every_file_says_why_it_exists() -> None:
 
 
 def test_nothing_unpickles_what_comes_over_the_wire() -> None:
-    """`PickleCodec` is asked for by name; readers and the test harness talk to their own children."""
-    allowed = re.compile(r"src/evenstep/(comm/codec|testing/rank|nodes/worker_message)")
+    """`PickleCodec` is asked for by name; readers and the test harness talk to their own children.
+
+    The benchmark measures pickling beside us, and the demo's loop gathers its own figures as any loop may.
+    """
+    allowed = re.compile(
+        r"src/evenstep/(comm/codec|testing/rank|nodes/worker_message|bench/exchange|demo/train)"
+    )
     unpickles = re.compile(
         r"\b(import|from) c?pickle\b|\b(all_gather_object|broadcast_object_list|gather_object|recv_object_list"
         r"|scatter_object_list)\b|\bpickle\.loads?\b|\ballow_pickle=True\b|\bweights_only=False\b"
