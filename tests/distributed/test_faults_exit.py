@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from evenstep import Loader, LoaderConfig, StepSampler, build_loader
-from evenstep.testing import Outcome, run_ranks_outcomes
+from evenstep.errors import RemoteRankError
+from evenstep.testing import Outcome, RankDied, run_ranks_outcomes
 
 pytestmark = pytest.mark.gloo
 
@@ -69,6 +70,21 @@ def killed(rank: int) -> None:
     loader = build(Documents(9 if rank else -1, lambda: os.kill(os.getpid(), signal.SIGKILL)))
     for _ in loader:
         pass
+
+
+def killed_on_a_mesh(rank: int, victim: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    loader = build_loader(
+        Documents(),
+        mesh,
+        LoaderConfig(seq_len=64, timeout=timedelta(seconds=30)),
+        sampler=StepSampler(SAMPLES, global_batch_size=4, order="sequential"),
+    )
+    KEPT.append(loader)
+    for number, _ in enumerate(loader):
+        if rank == victim and number == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.002)
 
 
 def late(rank: int) -> None:
@@ -191,6 +207,16 @@ def test_every_rank_ends(name: str) -> None:
 @pytest.mark.parametrize("name", ["killed", "breaks_everywhere", "step_raises", "exits"])
 def test_every_rank_ends_whose_training_thread_starts_the_collectives(name: str) -> None:
     check(name, "caller")
+
+
+@pytest.mark.parametrize("victim", range(4))
+def test_a_killed_rank_of_a_mesh_ends_all_others(victim: int) -> None:
+    """Constructors notice it in the control group, its peers in their replica's, the rest by what those tell."""
+    outcomes = run_ranks_outcomes(killed_on_a_mesh, 4, victim, timeout=40)
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.seconds < 10, show(outcomes)
+        assert outcome.exit_code == (-9 if rank == victim else 1), f"{show(outcomes)}\n{outcome.traceback}"
+        assert isinstance(outcome.error, RankDied if rank == victim else RemoteRankError), show(outcomes)
 
 
 if __name__ == "__main__":
