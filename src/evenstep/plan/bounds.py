@@ -35,6 +35,7 @@ def _stage_bound(problem: Problem, cost: Int) -> float:
     # The bound grows with every T_k, because T_k adds itself to the sum and at most ranks * T_k to what is held.
     best = floor + np.maximum(total - _held(problem, cost, floor), 0.0) / ranks
     if problem.rows == 1 and ranks > 1:
+        best[0] = max(best[0], _beside_costliest(problem, cost, total))
         for threshold in _thresholds(problem):
             best = np.maximum(best, _beside_giants(problem, cost, floor, total, threshold))
     # Makespans are sums of costs, so multiples of what divides them all.
@@ -112,12 +113,31 @@ def _crowded(problem: Problem, cost: Int) -> int:
 
 def _held(problem: Problem, cost: Int, floor: Float) -> Float:
     """What the k costliest groups hold at most: their makespans, or the densest samples in their tokens."""
-    tokens = problem.weights[0]
     rows = np.arange(1, problem.groups + 1) * problem.ranks * problem.rows
+    most = _densest(problem.weights[0], cost, rows * int(problem.limits[0]))
+    return np.minimum(problem.ranks * floor, most)
+
+
+def _densest(tokens: Int, cost: Int, room: Int) -> Float:
+    """Most cost in ``room`` tokens if samples could be cut (fractional knapsack), float64 ``[len(room)]``."""
     used = np.flatnonzero(tokens)
-    densest = used[np.argsort(-(cost[used] / tokens[used]), kind="stable")]
-    most = np.interp(rows * int(problem.limits[0]), _from_zero(tokens[densest]), _from_zero(cost[densest]))
-    return np.minimum(problem.ranks * floor, most + int(cost[tokens == 0].sum()))
+    order = used[np.argsort(-(cost[used] / tokens[used]), kind="stable")]
+    most = np.interp(room, _from_zero(tokens[order]), _from_zero(cost[order]))
+    return np.asarray(most + int(cost[tokens == 0].sum()), dtype=np.float64)
+
+
+def _beside_costliest(problem: Problem, cost: Int, total: int) -> float:
+    """The bound from the group of the costliest sample: its row holds no more than the makespan of the group.
+
+    With a makespan T the group holds T in that row and the densest of the other samples in its other rows, so the sum is
+    at least ``T + (total - T - densest) / ranks``, which grows with T.
+    """
+    first = int(cost.argmax())
+    others = np.arange(len(cost)) != first
+    room = np.array([(problem.ranks - 1) * int(problem.limits[0])])
+    tokens = problem.weights[0]
+    held = _densest(tokens[others], cost[others], room)[0] + cost[first]
+    return float(cost[first] + max(total - held, 0.0) / problem.ranks)
 
 
 def _beside_giants(problem: Problem, cost: Int, floor: Float, total: int, threshold: int) -> Float:

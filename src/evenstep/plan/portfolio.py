@@ -21,7 +21,8 @@ from evenstep.plan.repair import fill_empty_rows, place_left_over, spill
 
 __all__ = ["run_portfolio"]
 
-_SLACK = 96  # refine may exceed the level of the best plan by one part in this, to move less
+_SLACKS = (96, 192, 1024)  # refine may exceed the level of the best plan by one part in these, to move less
+_CLOSE = 1.01  # times the best plan: close enough not to try the next slack
 
 
 def run_portfolio(
@@ -141,13 +142,21 @@ def _refine(
     problem: Problem, order: Int, holders: Int, found: dict[str, Int], failed: dict[str, str]
 ) -> None:
     if "levels" in found:
-        makespan = problem.loads(found["levels"]).sum(axis=2).max(axis=1)
-        level = np.sort(makespan + makespan // _SLACK)[::-1]
-        row = _repaired(problem, lambda row: np.copyto(row, refine(problem, order, holders, level)))
-        if not isinstance(row, str):
-            found["refine"] = row
+        makespan = np.sort(problem.loads(found["levels"]).sum(axis=2).max(axis=1))[::-1]
+        tries: list[Int] = []
+        for slack in _SLACKS:
+            layout = refine(problem, order, holders, makespan + makespan // slack)
+            row = _repaired(problem, partial(np.copyto, src=layout))
+            if isinstance(row, str):
+                failed["refine"] = row
+                continue
+            tries.append(row)
+            if _makespans(problem, row) <= int(makespan.sum()) * _CLOSE:
+                break
+        if tries:
+            failed.pop("refine", None)
+            found["refine"] = min(tries, key=partial(_makespans, problem))
             return
-        failed["refine"] = row
     if problem.reference is not None and problem.broken_row(problem.reference) is None:
         row = problem.reference.copy()
         fill_empty_rows(problem, row)
