@@ -227,6 +227,18 @@ def test_an_end_on_all_ranks_closes_the_stream() -> None:
     assert outcomes(work) == [False, False]
 
 
+def test_leaving_after_the_last_window_is_an_end() -> None:
+    def work(plane: DataPlane) -> Any:
+        rounds = rounds_of(plane)
+        rounds.begin(Header(OK))
+        if plane.topology.rank == 1:
+            rounds.leave()
+            return None
+        return [h.status for h in rounds.begin(Header(EXHAUSTED)).values()]
+
+    assert outcomes(work, 3) == [[EXHAUSTED, CLOSING, EXHAUSTED], None, [EXHAUSTED, CLOSING, EXHAUSTED]]
+
+
 def test_windows_of_different_places_are_refused() -> None:
     def work(plane: DataPlane) -> Any:
         return rounds_of(plane).begin(Header(OK, epoch=1, step=plane.topology.rank * 5, schema=16))

@@ -163,6 +163,14 @@ def break_on_one_rank(rank: int) -> tuple[int, str]:
     return outcome
 
 
+def break_after_the_last_batch(rank: int) -> tuple[int, str]:
+    """All batches have been had: whether a rank asks for the end is its own affair."""
+    with build(balance_window=1) as loader:
+        if rank == 0:
+            return drain(loader)
+        return drain(next(loader) for _ in range(2 * STEPS))
+
+
 def close_seconds_before(rank: int) -> tuple[int, str]:
     loader = build()
     next(loader)
@@ -322,6 +330,7 @@ SURVIVED = {
         training_step_raises, (SOME, LEFT.format(1)), (1, "FloatingPointError: the loss is not finite")
     ),
     "break on one rank": Scenario(break_on_one_rank, (1, "closed"), (SOME, LEFT.format(0))),
+    "break after the last batch": same(break_after_the_last_batch, 2 * STEPS, "end"),
     "close seconds before": same(close_seconds_before, 1, "closed"),
     "two loaders": same(interleaved, 6 * STEPS, "end"),
     "new streams": same(new_streams, range(200, 400), "end", 200),

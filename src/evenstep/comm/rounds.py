@@ -250,6 +250,8 @@ class Rounds:
 
     def _judge(self, headers: list[Header], uneven: str) -> None:
         by_rank = dict(zip(self._control.ranks, headers, strict=True))
+        if {h.status for h in headers} <= {EXHAUSTED, CLOSING}:
+            return  # who left had taken the last batch: nothing is missing
         closing = [rank for rank, h in by_rank.items() if h.status == CLOSING]
         if closing:
             raise RemoteRankError(
