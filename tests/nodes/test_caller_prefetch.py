@@ -8,6 +8,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -394,6 +395,46 @@ def test_a_loader_that_nobody_holds_ends_its_thread() -> None:
     gc.collect()
     thread.join(10)
     assert not thread.is_alive()
+
+
+def test_a_node_that_is_collected_on_its_own_thread_still_tells_the_others() -> None:
+    layout = Layout(dp=2, options=OPTIONS)
+
+    def run(plane: DataPlane) -> str:
+        ends: list[Callable[[], Any]] = []
+
+        class Collects:
+            def __len__(self) -> int:
+                return len(STREAM)
+
+            def __getitem__(self, index: int) -> Any:
+                if plane.topology.rank == 1 and len(ends) == 1:
+                    ends.pop()()
+                return STREAM[index]
+
+        loader = layout.loader(STREAM, plane, dataset=Collects())
+        next(loader)
+        (node,) = nodes_of(loader, CallerPrefetch)
+        if plane.topology.rank == 1:
+            thread = node._producer._thread
+            ends.append(node._finalizer)
+            while ends:
+                loader.prefetch()
+                if ends and node.ready():
+                    with suppress(RuntimeError):  # it has just been collected
+                        next(node)
+            thread.join(20)
+            assert not thread.is_alive()
+            return "collected"
+        try:
+            list(loader)
+        except RemoteRankError as error:
+            return str(error)
+        return "end"
+
+    first, second = layout.world().run(run)
+    assert first.startswith("rank 1 left the loader before the end of the epoch")
+    assert second == "collected"
 
 
 DOCUMENTS = [{"input_ids": [1] * (1 + i % 5)} for i in range(16)]

@@ -67,7 +67,7 @@ class CallerPrefetch(HostPrefetch[T]):
         self._attend(payload=True)
 
     def _attend(self, *, payload: bool) -> None:
-        if self._ahead and isinstance(self._producer, _CalledProducer):
+        if isinstance(self._producer, _CalledProducer):
             self._producer.attend(self._patience, payload=payload)
 
     def _make_producer(self, source: BaseNode[T], has_room: Callable[[deque[Produced]], bool]) -> Producer:
@@ -109,6 +109,11 @@ class _CalledProducer(Producer):
         self.desk.attend()
         super().call(order)
 
+    def close(self, grace: float | None = None) -> None:
+        if threading.current_thread() is self._thread:
+            self.desk.leave_alone()  # the node was collected there, and nobody comes by any more
+        super().close(grace)
+
     def attend(self, patience: float, *, payload: bool) -> None:
         """Start what the thread brings, until it brings nothing for ``patience`` seconds."""
         started = False
@@ -132,8 +137,6 @@ class _CalledProducer(Producer):
         with self._changed:
             while not self._ended and (left := deadline - time.monotonic()) > 0:
                 self._pause(left)
-            if not self._ended:
-                self.desk.close()
         super()._join(thread, max(0.0, deadline - time.monotonic()))
 
     def _run(self) -> None:

@@ -19,8 +19,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from evenstep.comm.communicator import Abandoned
-
 __all__ = ["PAYLOAD", "LaunchDesk"]
 
 PAYLOAD = "all_to_all"  # the collective that carries samples; all others are small
@@ -59,13 +57,11 @@ class LaunchDesk:
         self._changed = changed
         self._waiting: _Launch | None = None
         self._unattended = False
-        self._closed = False
 
     def __call__(self, name: str, start: Callable[[], Any]) -> Any:
         """What ``start`` returns, called by the training thread; here, if this is not the worker.
 
         Raises:
-            Abandoned: The desk has been closed.
             BaseException: What ``start`` raised.
         """
         if threading.current_thread() is not self.worker:
@@ -75,9 +71,6 @@ class LaunchDesk:
             self._waiting = launch
             self._changed.notify_all()
             while not launch.done:
-                if self._closed:
-                    self._waiting = None
-                    raise Abandoned("this rank starts no more collectives: it shuts down")
                 if self._unattended:
                     self.serve()
                 else:
@@ -125,8 +118,3 @@ class LaunchDesk:
         with self._changed:
             self._unattended = True
             self._changed.notify_all()
-
-    def close(self) -> None:
-        """Start nothing more; the lock is held."""
-        self._closed = True
-        self._changed.notify_all()
