@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -58,25 +58,36 @@ class Describer:
             TypeError: ``metadata_fn`` returned something else than tokens or `SampleMetadata`.
             ValueError: The sample is oversized or empty, and the policy refuses that.
         """
+        told, cut = self._checked(sample)
+        limit, documents, loss = self._config.seq_len, told.documents, told.loss_tokens
+        if cut:
+            loss = count_loss_tokens(sample, limit) if documents is None else None
+            documents = None if documents is None else cut_documents(documents, limit)
+            return Described(SampleMetadata(limit, told.features, loss, documents), True)
+        if loss is None and self._explode is None:
+            loss = count_loss_tokens(sample)
+            told = SampleMetadata(told.tokens, told.features, loss, documents)
+        return Described(told, False)
+
+    def tokens(self, sample: Any) -> int:
+        """What one sample takes of a row; raises as a call does."""
+        told, cut = self._checked(sample)
+        return self._config.seq_len if cut else told.tokens
+
+    def _checked(self, sample: Any) -> tuple[SampleMetadata, bool]:
+        """What is told of a sample that the policies let pass, and whether it is to be cut."""
         told = self._measure(sample) if self._explode is None else self._sum(self._explode(sample))
         tokens, limit, policy = told.tokens, self._config.seq_len, self._config.oversized
         if tokens == 0 and self._config.empty == "error":
             raise ValueError(EMPTY)
         if tokens > limit and policy == "error":
             raise ValueError(oversized_message(int(tokens), limit))
-        cut = tokens > limit and policy == "truncate"
-        loss = told.loss_tokens
-        if cut:
-            whole = self._explode is None and told.documents is None
-            loss = count_loss_tokens(sample, limit) if whole else None
-            documents = None if told.documents is None else cut_documents(told.documents, limit)
-            return Described(replace(told, tokens=limit, documents=documents, loss_tokens=loss), True)
-        if loss is None and self._explode is None:
-            loss = count_loss_tokens(sample)
-        return Described(replace(told, loss_tokens=loss), False)
+        return told, tokens > limit and policy == "truncate"
 
     def _measure(self, sample: Any) -> SampleMetadata:
         told: Any = _default_tokens(sample) if self._metadata_fn is None else self._metadata_fn(sample)
+        if self._metadata_fn is None:
+            return SampleMetadata(told)
         if isinstance(told, (int, np.integer)) and not isinstance(told, bool):
             told = SampleMetadata(int(told))
         if not isinstance(told, SampleMetadata):

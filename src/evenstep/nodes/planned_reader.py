@@ -125,7 +125,7 @@ class PlannedReader(Stage[PlannedBatch, RoutedBatch]):
                 raise value.error
             tokens = planned
             if self._compares or tells_length(value):
-                tokens = self._describe(value).metadata.tokens
+                tokens = self._describe.tokens(value)
         except Exception as error:
             if self._config.on_sample_error == "skip":
                 log.warning("sample %d is skipped: %s: %s", index, type(error).__name__, error)

@@ -16,7 +16,7 @@ from evenstep.comm.plane import DataPlane
 from evenstep.config import LoaderConfig
 from evenstep.cost import DEFAULT_COST, CostModel, checked_costs
 from evenstep.errors import SampleError
-from evenstep.nodes.describe import EMPTY, Describer, cut_documents, oversized_message
+from evenstep.nodes.describe import EMPTY, Described, Describer, cut_documents, oversized_message
 from evenstep.nodes.fetch import Fetcher, InlineFetcher, ThreadFetcher, Unreadable
 from evenstep.nodes.items import Counts, Place, Window
 from evenstep.nodes.known import KnownMetadata
@@ -138,16 +138,19 @@ class SampleReader:
     def _keep(self, kept: _Kept, source: int, value: Any) -> None:
         """All of a sample's documents, or none: nothing is kept of a sample that cannot be read to its end."""
         parts = [value] if self._explode is None else list(self._explode(value))
-        described = [self._describe(part) for part in parts]
-        real = [k for k, d in enumerate(described) if d.metadata.tokens]
-        sizes = [self._codec.measure(parts[k]) if self._travels else (0, 0) for k in real]
-        kept.sources += [source] * len(real)
-        kept.parts += real
-        kept.samples += [parts[k] for k in real]
-        kept.facts += [described[k].metadata for k in real]
-        kept.sizes += sizes
-        kept.dropped += len(parts) - len(real)
-        kept.truncated += sum(d.truncated for d in described)
+        found: list[tuple[int, Any, Described, tuple[int, int]]] = []
+        for k, part in enumerate(parts):
+            described = self._describe(part)
+            if described.metadata.tokens:
+                found.append((k, part, described, self._codec.measure(part) if self._travels else (0, 0)))
+        for k, part, described, size in found:
+            kept.sources.append(source)
+            kept.parts.append(k)
+            kept.samples.append(part)
+            kept.facts.append(described.metadata)
+            kept.sizes.append(size)
+            kept.truncated += described.truncated
+        kept.dropped += len(parts) - len(found)
 
     def known(
         self,

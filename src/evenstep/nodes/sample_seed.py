@@ -36,13 +36,13 @@ def current_sample_seed() -> int:
     Raises:
         RuntimeError: No loader is reading one sample in this thread.
     """
-    seed: int | None = getattr(_reading, "seed", None)
-    if seed is None:
+    sample: tuple[SeedKey, int] | None = getattr(_reading, "sample", None)
+    if sample is None:
         raise RuntimeError("current_sample_seed() has a value only inside dataset[i], called by a loader")
-    return seed
+    key, index = sample
+    return sample_seed(key.seed, key.epoch, index)
 
 
-def begin_sample(key: SeedKey | None, index: int = 0) -> int:
+def begin_sample(key: SeedKey | None, index: int = 0) -> None:
     """Say which sample this thread reads now; None: none."""
-    _reading.seed = None if key is None else sample_seed(key.seed, key.epoch, index)
-    return _reading.seed or 0
+    _reading.sample = None if key is None else (key, index)

@@ -19,8 +19,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from evenstep.nodes.fetch import Pending, Unreadable, fetch_samples
-from evenstep.nodes.sample_seed import SeedKey, begin_sample
+from evenstep.nodes.sample_seed import SeedKey
 from evenstep.nodes.worker_message import pack_message, rebuilt, unpack_message
+from evenstep.sampling import sample_seed
 
 __all__ = ["ProcessFetcher"]
 
@@ -124,11 +125,11 @@ class _Guarded(Dataset[Any]):
     def __getitems__(self, chunk: Chunk) -> list[Any]:
         key, indices = chunk
         if callable(getattr(self._dataset, "__getitems__", None)):
-            _seed_everything(begin_sample(key, indices[0]))
+            _seed_everything(sample_seed(key.seed, key.epoch, indices[0]))
             return [_portable(value) for value in fetch_samples(self._dataset, indices, key)]
         values: list[Any] = []
         for index in indices:
-            _seed_everything(begin_sample(key, index))
+            _seed_everything(sample_seed(key.seed, key.epoch, index))
             values += fetch_samples(self._dataset, [index], key)
         return [_portable(value) for value in values]
 

@@ -33,7 +33,13 @@ def count_loss_tokens(
         return None
     length = len(sample["input_ids"])
     kept = length if seq_len is None else min(length, seq_len)
-    parts = [length] if documents is None else inner_documents([sample], [length], documents)
+    if documents is None:
+        labels = as_tensor(sample.get("labels"))
+        if labels is None or not kept:
+            return max(kept - 1, 0)
+        loss = labels[:kept] != ignore_index
+        return int(torch.count_nonzero(loss)) - int(loss[0])
+    parts = inner_documents([sample], [length], documents)
     starts = np.concatenate(([0], np.cumsum(parts, dtype=np.int64)[:-1])) if length else np.empty(0, np.int64)
     starts = starts[starts < kept]
     labels = as_tensor(sample.get("labels"))
