@@ -290,7 +290,9 @@ class _Request:
                 source = PinMemory(source, self.device, cpu_fields=config.cpu_fields)
         if config.host_prefetch != 0:
             if _launched_by_caller(config):
-                source = CallerPrefetch(source, config.host_prefetch, device=self.device)
+                only_gloo = {config.backend, config.payload_backend or config.backend} == {"gloo"}
+                device = torch.device("cpu") if only_gloo else self.device
+                source = CallerPrefetch(source, config.host_prefetch, device=device)
             else:
                 source = HostPrefetch(source, config.host_prefetch)
         if plane.is_constructor:

@@ -218,6 +218,41 @@ def test_the_hooks_do_all_the_work_of_a_batch_ahead(monkeypatch: pytest.MonkeyPa
     assert min(layout.world().run(run)) > 0
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_in_lockstep_every_rank_starts_the_same_at_the_same_hook(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long a rank's thread takes to read and pack."""
+    counted = Counted(monkeypatch)
+
+    def run(plane: DataPlane) -> list[int]:
+        rng = random.Random(10 * seed + plane.topology.rank)
+
+        class Slow:
+            def __len__(self) -> int:
+                return len(STREAM)
+
+            def __getitem__(self, index: int) -> Any:
+                time.sleep(rng.choice([0, 0, 0.002]))
+                return STREAM[index]
+
+        layout = Layout(dp=2, options={**OPTIONS, "host_prefetch": [None, 1, 3][seed % 3]})
+        with layout.loader(STREAM, plane, dataset=Slow()) as loader:
+            (node,) = nodes_of(loader, CallerPrefetch)
+            node._lockstep, node._patience = True, 20.0
+            counts = []
+            for _ in loader:
+                counts.append(counted.of[plane.topology.rank])
+                for hook in (loader.prefetch_plan, loader.prefetch):
+                    hook()
+                    counts.append(counted.of[plane.topology.rank])
+            return counts
+
+    first, second = Layout(dp=2).world().run(run)
+    assert first == second
+    assert len(set(first)) > 10
+
+
 def test_a_hook_waits_for_no_other_rank() -> None:
     layout = Layout(dp=2, options=OPTIONS)
     gone_ahead = threading.Event()

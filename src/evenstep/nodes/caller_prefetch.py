@@ -13,27 +13,31 @@ from torchdata.nodes import BaseNode
 
 from evenstep.device import DeviceLike, bind_thread, is_accelerator, streams_of
 from evenstep.nodes.host_prefetch import HostPrefetch, is_boundary
-from evenstep.nodes.launch_desk import LaunchDesk
+from evenstep.nodes.launch_desk import PAYLOAD, LaunchDesk
 from evenstep.nodes.producer import Produced, Producer
 from evenstep.nodes.stage import upstream
 
 __all__ = ["CallerPrefetch"]
 
 T = TypeVar("T")
-PATIENCE = 0.001  # seconds
+_PATIENCE = 0.001  # seconds, where nobody minds what another rank starts first
+_LOCKSTEP_PATIENCE = 10.0  # seconds; it runs out only where ranks have their hooks at different places
 
 
 class CallerPrefetch(HostPrefetch[T]):
     """`HostPrefetch` whose thread starts no collective: `prefetch_plan`, `prefetch` and `next` do, for it.
 
     The thread reads, plans, decodes and packs. Whenever it comes to a collective, it waits until the training thread
-    passes by: in `prefetch_plan` (called once the forward pass is launched) for headers, columns and plans, in
-    `prefetch` (once the backward pass is launched) for payload too, and in `next` for whatever the item still
-    needs. The hooks are optional and harmless to repeat; they may stand at different places of the loop on different
-    ranks, because the order of the collectives is that of the stages, and because a hook waits for no other rank: it
-    leaves after ``patience`` seconds in which nothing could be started. (NCCL itself wants collectives of different
-    groups started in one order on every rank; with it, put the hooks at the same places.) A hook before the first
-    `next` of a stream does nothing; an end or an error that it meets is raised by `next`, in its turn.
+    passes by: in `prefetch_plan` (called once the forward pass is launched), which starts headers, columns and plans
+    up to the next payload; in `prefetch` (once the backward pass is launched), which goes on to the next payload and
+    starts that; and in `next`, which starts whatever its item still needs. The hooks are optional and harmless to
+    repeat, and the order of the collectives is that of the stages, whoever starts them: ranks with their hooks at
+    different places get the same items, and since a hook waits for others at most ``patience`` seconds, none hangs.
+    An end or an error that a hook meets is raised by `next`, in its turn.
+
+    NCCL also wants collectives of different groups, the training step's among them, started in one order on every
+    rank. So with an accelerator the hooks keep ``lockstep``: each waits until its part is done, and then what it has
+    started does not depend on how fast the thread of a rank is, if all ranks have them at the same places.
 
     After an error was raised, the thread tells the other ranks by itself, since a loop that has failed passes by
     no more.
@@ -43,7 +47,8 @@ class CallerPrefetch(HostPrefetch[T]):
         depth: As for `HostPrefetch`.
         device: Where the collectives' tensors are; on an accelerator the thread works on a stream of its own, and the
             collectives are started on it, so that they never wait for the training stream.
-        patience: Seconds that a hook gives a collective to finish, so that its successor can start in the same call.
+        lockstep: Whether a hook waits for the thread to come to a collective; None: on an accelerator.
+        patience: Longest wait of a hook between two collectives, in seconds; None: 10 in lockstep, else 0.001.
     """
 
     def __init__(
@@ -52,23 +57,26 @@ class CallerPrefetch(HostPrefetch[T]):
         depth: int | None = None,
         *,
         device: DeviceLike = "cpu",
-        patience: float = PATIENCE,
+        lockstep: bool | None = None,
+        patience: float | None = None,
     ) -> None:
         self._device = device
         super().__init__(source, depth)
-        self._patience = patience
+        self._lockstep = is_accelerator(device) if lockstep is None else lockstep
+        usual = _LOCKSTEP_PATIENCE if self._lockstep else _PATIENCE
+        self._patience = usual if patience is None else patience
 
     def prefetch_plan(self) -> None:
-        """Start what the next plans need, without waiting for other ranks."""
+        """Start what the next plan needs."""
         self._attend(payload=False)
 
     def prefetch(self) -> None:
-        """Start what the next items need, without waiting for other ranks."""
+        """Start the next payload, and what comes before it."""
         self._attend(payload=True)
 
     def _attend(self, *, payload: bool) -> None:
         if isinstance(self._producer, _CalledProducer):
-            self._producer.attend(self._patience, payload=payload)
+            self._producer.attend(self._patience, payload=payload, wait=self._lockstep)
 
     def _make_producer(self, source: BaseNode[T], has_room: Callable[[deque[Produced]], bool]) -> Producer:
         producer = _CalledProducer(source, has_room, is_boundary, self._device)
@@ -114,19 +122,29 @@ class _CalledProducer(Producer):
             self.desk.leave_alone()  # the node was collected there, and nobody comes by any more
         super().close(grace)
 
-    def attend(self, patience: float, *, payload: bool) -> None:
-        """Start what the thread brings, until it brings nothing for ``patience`` seconds."""
-        started = False
-        deadline = 0.0
+    def attend(self, patience: float, *, payload: bool, wait: bool) -> None:
+        """Start what the thread brings, until it brings payload (which is started, if it may be) or nothing any more.
+
+        Args:
+            patience: Seconds in which it must bring the next.
+            payload: Whether payload may be started.
+            wait: Whether to wait for the first one too.
+        """
+        deadline = time.monotonic() + (patience if wait else 0.0)
         with self._changed:
             while self.alive:
-                if self.desk.serve(payload=payload):
-                    started, deadline = True, time.monotonic() + patience
+                brought = self.desk.waiting
+                if brought is None:
+                    left = deadline - time.monotonic()
+                    if left <= 0 or not self._at_work():
+                        return
+                    self._changed.wait(left)
                     continue
-                left = deadline - time.monotonic()
-                if not started or left <= 0 or self.desk.is_waiting or not self._at_work():
+                if brought != PAYLOAD or payload:
+                    self.desk.serve()
+                if brought == PAYLOAD:
                     return
-                self._changed.wait(left)
+                deadline = time.monotonic() + patience
 
     def _pause(self, seconds: float | None = None) -> None:
         if not self.desk.serve():

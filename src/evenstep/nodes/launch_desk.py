@@ -80,21 +80,14 @@ class LaunchDesk:
         return launch.work
 
     @property
-    def is_waiting(self) -> bool:
-        """Whether a collective waits to be started."""
-        return self._waiting is not None
+    def waiting(self) -> str | None:
+        """Name of the collective that waits to be started."""
+        return None if self._waiting is None else self._waiting.name
 
-    def serve(self, *, payload: bool = True) -> bool:
-        """Start the collective that waits, if one does; the lock is held.
-
-        Args:
-            payload: Whether it may be one that carries samples.
-
-        Returns:
-            Whether one was started.
-        """
+    def serve(self) -> bool:
+        """Start the collective that waits; the lock is held. Returns whether one did."""
         launch = self._waiting
-        if launch is None or (launch.name == PAYLOAD and not payload):
+        if launch is None:
             return False
         self._waiting = None
         try:
