@@ -261,12 +261,13 @@ class _Request:
                 f"balance_group_size={topology.balance_group_size} makes {groups} groups with plans of their own, "
                 "which neither accumulation_steps='auto' nor resume='micro_batch' can follow; leave it at None"
             )
-        if self.dataset is None and topology.is_reader and self.metadata is None:
+        reads = topology.is_reader if self.metadata is None else topology.is_constructor
+        if self.dataset is None and reads:
             raise ValueError(f"dataset=None, but rank {topology.rank} reads samples; pass the dataset here")
         known = None
         if self.metadata is not None:
             assert self.sampler is not None
-            known = known_metadata(self.metadata, self.sampler.start().dataset_size)
+            known = known_metadata(self.metadata, self.sampler.start().dataset_size, config.budgets or ())
         source = self._reader(plane, known)
         if not topology.in_data_plane:
             return source

@@ -106,6 +106,57 @@ def test_odd_metadata_is_refused(metadata: Any, message: str) -> None:
         known_metadata(metadata, 1)
 
 
+def test_a_budget_needs_its_column() -> None:
+    message = (
+        "metadata has no column 'patches', which has a budget: rows would be planned as if it were 0 in every sample. "
+        "Pass it as a column, metadata={'tokens': ..., 'patches': ...}."
+    )
+    for metadata in ([1, 2], {"tokens": [1, 2]}, MetadataTable.from_tokens([1, 2])):
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            known_metadata(metadata, 2, ["patches"])
+    records = [SampleMetadata(1), SampleMetadata(2, {"patches": 3.0})]
+    good: list[Any] = [records, {"tokens": [1, 2], "patches": [0, 3]}, MetadataTable.from_samples(records)]
+    for metadata in good:
+        assert known_metadata(metadata, 2, ["patches"]).take(np.array([1])).features["patches"].tolist() == [
+            3.0
+        ]
+
+
+def test_a_rank_that_builds_batches_needs_the_dataset() -> None:
+    sampler = StepSampler(4, global_batch_size=4)
+    with pytest.raises(ValueError, match=r"^dataset=None, but rank 0 reads samples; pass the dataset here$"):
+        build_loader(None, None, LoaderConfig(seq_len=8), sampler=sampler, metadata=[1, 2, 3, 4])
+
+
+def test_budgets_hold_in_rows_planned_ahead() -> None:
+    class Dataset:
+        def __len__(self) -> int:
+            return 16
+
+        def __getitem__(self, index: int) -> Any:
+            return {"input_ids": torch.full((1 + index % 3,), index)}
+
+    def rank(plane: DataPlane) -> list[list[int]]:
+        config = LoaderConfig(seq_len=16, accumulation_steps="auto", budgets={"patches": 10.0})
+        sampler = StepSampler(16, global_batch_size=16)
+        metadata = {"tokens": [1 + k % 3 for k in range(16)], "patches": list(range(10)) + [0] * 6}
+        loader = build_loader(
+            Dataset(),
+            plane,
+            config,
+            sampler=sampler,
+            metadata=metadata,
+            pack=lambda samples, _: [int(s["input_ids"][0]) for s in samples],
+            collate=lambda rows: rows,
+        )
+        with loader:
+            return [row for batch in loader for row in batch if isinstance(row, list)]
+
+    rows = [row for part in SimulatedWorld(2).run(rank) for row in part]
+    assert sorted(index for row in rows for index in row) == list(range(16))
+    assert all(sum(index for index in row if index < 10) <= 10 for row in rows)
+
+
 def test_a_negative_length_is_named_when_its_step_is_planned() -> None:
     known = known_metadata([3, 4, -2], 3)
     assert len(known.take(np.array([0, 1]))) == 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -45,6 +45,11 @@ class _Arrays:
     def __init__(self, columns: Mapping[str, npt.NDArray[Any]]) -> None:
         self._columns = columns
 
+    @property
+    def features(self) -> tuple[str, ...]:
+        """Names of the features."""
+        return tuple(name for name in self._columns if name not in _COLUMNS)
+
     def __len__(self) -> int:
         return len(self._columns["tokens"])
 
@@ -70,7 +75,7 @@ def _checked(table: MetadataTable, index: npt.NDArray[np.integer[Any]]) -> Metad
     return table
 
 
-def known_metadata(metadata: Any, dataset_size: int) -> KnownMetadata:
+def known_metadata(metadata: Any, dataset_size: int, budgets: Collection[str] = ()) -> KnownMetadata:
     """``metadata`` as something to take steps from.
 
     Args:
@@ -78,12 +83,21 @@ def known_metadata(metadata: Any, dataset_size: int) -> KnownMetadata:
             read; a mapping of columns (``"tokens"``, optionally ``"loss_tokens"`` and ``"documents"`` with
             ``"document_offsets"``, and features by name); a sequence of `SampleMetadata`; a `MetadataTable`.
         dataset_size: Samples that it must describe; 0 if unknown.
+        budgets: Features that it must have, where it has columns.
 
     Raises:
         TypeError: It is none of these, or a column has the wrong dtype or shape.
-        ValueError: It describes another number of samples, or columns differ in length.
+        ValueError: It describes another number of samples, columns differ in length, or a budget's is missing.
     """
     known = _read(metadata)
+    columns = getattr(known, "features", ())
+    missing = [] if isinstance(known, _Records) else [name for name in budgets if name not in columns]
+    if missing:
+        raise ValueError(
+            f"metadata has no column {missing[0]!r}, which has a budget: rows would be planned as if it were 0 in every "
+            "sample. Pass it as a column, metadata={'tokens': ..., "
+            f"{missing[0]!r}: ...}}."
+        )
     if dataset_size and len(known) != dataset_size:
         raise ValueError(
             f"metadata has {len(known)} samples, the sampler was made for {dataset_size}: rows would be planned with "
