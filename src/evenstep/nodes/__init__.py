@@ -3,7 +3,8 @@
 ONLINE    SamplerReader -> MetadataGather -> Planner -> PayloadAllToAll -> Packer -> ...
 METADATA  SamplerReader -> Planner -> PlannedReader -> Packer -> ...
 EXTERNAL  ExternalStepReader -> MetadataGather -> Planner -> PayloadAllToAll -> Packer -> ...
-all       ... -> PinMemory -> HostPrefetch -> DevicePrefetch -> ModelBroadcast
+all       ... -> PinMemory -> HostPrefetch or CallerPrefetch -> DevicePrefetch -> ModelBroadcast
+sharded   ... Packer -> ShardPad -> ... -> ModelBroadcast -> ContextShard
 """
 
 from evenstep.nodes.caller_prefetch import CallerPrefetch
