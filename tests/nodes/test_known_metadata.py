@@ -122,6 +122,17 @@ def test_a_budget_needs_its_column() -> None:
         ]
 
 
+def test_a_budget_that_binds_nothing_is_said_once(corpus: Any, caplog: pytest.LogCaptureFixture) -> None:
+    config = LoaderConfig(seq_len=512, budgets={"pathces": 4.0})
+    with build_loader(corpus, None, config, sampler=StepSampler(96, global_batch_size=8)) as loader:
+        for _ in range(20):
+            next(loader)
+    assert [record.getMessage() for record in caplog.records if "budget" in record.getMessage()] == [
+        "no sample of a window has the feature 'pathces', which has a budget: it binds nothing there. Return it from "
+        "metadata_fn, in SampleMetadata(tokens, features={'pathces': ...})."
+    ]
+
+
 def test_a_rank_that_builds_batches_needs_the_dataset() -> None:
     sampler = StepSampler(4, global_batch_size=4)
     with pytest.raises(ValueError, match=r"^dataset=None, but rank 0 reads samples; pass the dataset here$"):

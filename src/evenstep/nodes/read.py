@@ -83,6 +83,7 @@ class SampleReader:
         self._describe = Describer(config, metadata_fn, None if config.repack else explode)
         self._cost = DEFAULT_COST if cost is None else cost
         self._codec = PayloadCodec() if codec is None else codec
+        self._told = False
         self._travels = plane.balance is not None and len(plane.balance.ranks) > 1
 
     def read(
@@ -128,12 +129,25 @@ class SampleReader:
         if self._explode is not None:
             places = places * _DOCUMENTS + np.array(kept.parts, dtype=np.int64)
         table = MetadataTable.from_samples(kept.facts)
+        self._look_for_budgets(table)
         columns = make_columns(table, places, rows[sources], self._cost, self._config)
         if kept.sizes:
             nbytes, structures = np.array(kept.sizes, dtype=np.int64).T
             columns = replace(columns, nbytes=nbytes, structures=structures)
         counts = Counts(kept.dropped, kept.skipped, kept.truncated)
         return Window(place, columns, indices[sources], kept.samples, counts)
+
+    def _look_for_budgets(self, table: MetadataTable) -> None:
+        """A misspelt budget would bind nothing; one window without the feature may be right, so it is only said."""
+        missing = [name for name in self._config.budgets or () if name not in table.features]
+        if missing and len(table) and not self._told:
+            self._told = True
+            log.warning(
+                "no sample of a window has the feature %r, which has a budget: it binds nothing there. Return it from "
+                "metadata_fn, in SampleMetadata(tokens, features={%r: ...}).",
+                missing[0],
+                missing[0],
+            )
 
     def _keep(self, kept: _Kept, source: int, value: Any) -> None:
         """All of a sample's documents, or none: nothing is kept of a sample that cannot be read to its end."""
