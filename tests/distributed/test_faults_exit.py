@@ -88,16 +88,27 @@ def killed_on_a_mesh(rank: int, victim: int) -> None:
 
 
 def late(rank: int) -> None:
-    loader = build(Documents(9, lambda: time.sleep(5) if rank else None), timeout=1.5)
+    loader = build(Documents(9, lambda: time.sleep(3) if rank else None), timeout=1.0)
     for _ in loader:
         pass
 
 
+def press_ctrl_c_after(seconds: float) -> None:
+    timer = threading.Timer(seconds, lambda: os.kill(os.getpid(), signal.SIGINT))
+    timer.daemon = True
+    timer.start()
+
+
+def interrupted_everywhere(rank: int) -> None:
+    """As a launcher passes Ctrl-C on, in the middle of a loop."""
+    press_ctrl_c_after(0.7)
+    for _ in build():
+        time.sleep(0.02)
+
+
 def interrupted(rank: int) -> None:
     if rank == 0:
-        timer = threading.Timer(0.7, lambda: os.kill(os.getpid(), signal.SIGINT))
-        timer.daemon = True
-        timer.start()
+        press_ctrl_c_after(0.7)
     loader = build(Documents(9, lambda: time.sleep(2.5) if rank else None))
     for _ in loader:
         pass
@@ -160,6 +171,10 @@ SCENARIOS: dict[str, tuple[Callable[[int], None], list[tuple[int, str]]]] = {
     "killed": (killed, [(1, GONE), (-9, "RankDied: rank 1 ended with exit code -9")]),
     "late": (late, [(1, LATE), (1, GONE)]),
     "interrupted": (interrupted, [(-2, "KeyboardInterrupt"), (1, LEFT)]),
+    "interrupted_everywhere": (
+        interrupted_everywhere,
+        [(-2, "KeyboardInterrupt"), (-2, "KeyboardInterrupt")],
+    ),
     "breaks_alone": (breaks_alone, [(0, "None"), (1, f"{LEFT}|{GONE}")]),
     "breaks_everywhere": (breaks_everywhere, [(0, "None"), (0, "None")]),
     "step_raises": (
