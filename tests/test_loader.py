@@ -255,6 +255,16 @@ def test_the_state_is_small_plain_and_the_same_on_every_rank() -> None:
     assert all(len(state) < 512 for state in ranks[0])
     for state in ranks[0]:
         assert set(json.loads(state)) == set(cursor.to_dict())
+    told = json.loads(ranks[0][3])
+    names = (
+        "global_batch_size",
+        "micro_batch_size",
+        "accumulation_steps",
+        "window",
+        "dp_size",
+        "micro_batch",
+    )
+    assert [told[name] for name in names] == [4, 1, 2, 2, 2, 1]
 
 
 def test_the_state_is_a_copy() -> None:
@@ -264,6 +274,7 @@ def test_the_state_is_a_copy() -> None:
     state = loader.state_dict()
     loader.load_state_dict(state)
     state["epoch"] = 7
+    loader.state_dict()["epoch"] = 7
     assert loader.state_dict()["epoch"] == 0
     assert len(list(loader)) == 6
 

@@ -352,6 +352,14 @@ def test_a_state_moves_between_graphs_of_another_shape() -> None:
             loader.close()
 
 
+def test_a_cursor_replaces_what_a_stock_node_has_counted_since_its_last_snapshot() -> None:
+    loader = Loader(tn.Prefetcher(graph(), 2, snapshot_frequency=4))
+    cursor = state_after(ours(), 1)
+    take(loader, 6)
+    loader.load_state_dict(cursor)
+    assert places(loader) == [1, 2, 3, 4, 5, 6, 7]
+
+
 def test_nodes_that_change_the_number_of_items_have_no_length() -> None:
     loader = Loader(tn.Batcher(graph(), 2))
     with pytest.raises(

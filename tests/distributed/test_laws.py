@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from dataclasses import replace
+
+from hypothesis import given, settings, target
 from hypothesis import strategies as st
 
 from evenstep import DataPlane, RemoteRankError, SampleError
+from evenstep.nodes import PlannedBatch, Planner, SamplerReader
+from evenstep.nodes.stage import upstream
 from evenstep.testing.jobs import (
     DP_SIZES,
     Layout,
@@ -35,6 +39,9 @@ def check_limits(stream: Stream, layout: Layout, ranks: list[list[Seen]]) -> Non
     """Law 3."""
     for batch in (batch for seen in ranks for batch in seen):
         assert len(batch.rows) == layout.options["micro_batch_size"]
+        # What the loop is told comes from the plan, the rows from what was read and exchanged.
+        assert batch.info.num_samples == sum(map(len, batch.rows))
+        assert batch.info.num_tokens == sum(stream.lengths[i] for row in batch.rows for i in row)
         for row in batch.rows:
             assert sum(stream.lengths[i] for i in row) <= stream.seq_len
 
@@ -100,6 +107,44 @@ def test_taking_the_state_changes_nothing(job: tuple[Stream, Layout], data: st.D
         return seen
 
     assert layout.world().run(rows, taken) == layout.world().run(rows, [False])
+
+
+@settings(max_examples=30)
+@given(st.data())
+def test_every_sample_goes_where_the_plan_says(data: st.DataObject) -> None:
+    """Law 1, row by row: nothing is exchanged for something else on its way."""
+    stream = data.draw(streams())
+    layout = data.draw(layouts(stream, dp_sizes=(2, 3, 4), host_prefetch=[0]))
+    layout = replace(layout, known=False)
+
+    def compare(plane: DataPlane) -> int:
+        loader = layout.loader(stream, plane)
+        nodes = list(upstream(loader.root))
+        reader = next(node for node in nodes if isinstance(node, SamplerReader))
+        planner = next(node for node in nodes if isinstance(node, Planner))
+        planned: list[PlannedBatch] = []
+        produce, size, moved = planner.produce, layout.options["micro_batch_size"], 0
+
+        def noted() -> PlannedBatch:
+            planned.append(produce())
+            return planned[-1]
+
+        planner.produce = noted  # type: ignore[method-assign]
+        for batch in loader:
+            window, assignment = planned[-1].window, planned[-1].assignment
+            step = stream.sampler().step_at(window.place.start)
+            assert step is not None
+            indices, _, _ = reader.layout.select(step, window.place, plane.topology)
+            indices = indices[window.columns.order]
+            first = (planned[-1].micro_batch * layout.dp + plane.topology.dp_rank) * size
+            expected = [indices[assignment == first + r].tolist() for r in range(size)]
+            assert batch["rows"] == expected
+            assert window.holders is not None
+            mine = (assignment >= first) & (assignment < first + size)
+            moved += int((window.holders[mine] != plane.topology.dp_rank).sum())
+        return moved
+
+    target(float(sum(layout.world().run(compare))))  # so that examples in which much moves are tried
 
 
 class Failing:
