@@ -232,6 +232,7 @@ def layouts(
         "broadcast_plan": draw(st.booleans()),
         "exchange": draw(st.sampled_from(["micro_batch", "window"])),
         "host_prefetch": draw(st.sampled_from(host_prefetch)),
+        "collectives": draw(st.sampled_from(["auto", "auto", "caller"])),
     }
     options.update(fixed)
     if stream.kind != "auto":
