@@ -256,6 +256,25 @@ def test_a_static_length_is_kept_where_the_padded_documents_fit() -> None:
     assert whole["cu_seq_lens_q"].tolist() == [0, 3, 4, 5, 8, 16]
 
 
+def test_documents_that_collate_has_padded_are_left_where_they_are() -> None:
+    row = pack_text([{"input_ids": [1, 2, 3]}, {"input_ids": [4]}], 8)
+    batch = collate_varlen([row], pad_documents_to_multiple_of=4)
+    whole, (first, second) = slices(batch, {"input_ids": Shard("cp", mode="zigzag", unit="document")}, 2)
+    assert whole["input_ids"] is batch["input_ids"]
+    assert (first["input_ids"].tolist(), second["input_ids"].tolist()) == ([[1, 0, 4, 0]], [[2, 3, 0, 0]])
+
+
+def test_a_field_of_another_length_is_not_divided_by_document() -> None:
+    batch = {**collate_varlen([pack_text([{"input_ids": [1, 2, 3]}], 8)]), "patches": torch.ones(5)}
+    shard = Shard("cp", unit="document")
+    message = (
+        "field 'patches' has 5 values along the dimension that is divided by document, others have 3: its values would "
+        "stand in the wrong documents. Shard it with unit='row', or not at all."
+    )
+    with pytest.raises(ValueError, match="^" + re.escape(message) + "$"):
+        slices(batch, {"input_ids": shard, "patches": shard}, 2)
+
+
 def test_fields_of_other_shapes_and_places_are_divided_too() -> None:
     grid = torch.arange(12).view(4, 3)
     batch: dict[str, Any] = {"vision": {"grid": grid}, "positions": torch.arange(24).view(3, 2, 4)}

@@ -16,6 +16,7 @@
 | `masks.py` | document ids, masks, the arguments of attention kernels |
 | `policy.py` | samples longer than a row, and rows without samples, for any pack |
 | `shard.py` | which tokens a context-parallel rank gets |
+| `places.py` | documents padded one by one for such ranks |
 | `sharding.py` | batches padded and divided for context parallelism |
 | `loss.py` | the loss tokens of a sample |
 """

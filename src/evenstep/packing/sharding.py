@@ -7,15 +7,15 @@ from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 
 from evenstep.packing.collate import collate_rows
-from evenstep.packing.fields import Array, Padding, round_up
+from evenstep.packing.fields import Padding, round_up
 from evenstep.packing.fused import keywords_of
+from evenstep.packing.places import TOKENS, Places, boundaries_of, lengthen, other_length
 from evenstep.packing.shard import Shard, shard_indices, shard_tensor
 from evenstep.packing.text import pack_text
-from evenstep.packing.varlen import collate_varlen, global_boundaries
+from evenstep.packing.varlen import collate_varlen
 from evenstep.packing.vision import pack_vision
 from evenstep.tree import flatten, map_leaves
 
@@ -31,9 +31,7 @@ FOLLOWERS = (
     "token_type_ids",
     "mm_token_type_ids",
 )
-_TOKENS = "input_ids"
 _TARGETS = "shift_labels"
-_PLACES = "cu_seqlens_padded"
 
 
 def padding_of(pack: Callable[..., Any], collate: Callable[..., Any]) -> tuple[Padding, bool]:
@@ -116,31 +114,31 @@ class Sharding:
         if self.targets:
             batch = self._with_targets(batch)
         chosen = self._chosen(batch)
-        main = chosen.get(_TOKENS) or next(iter(chosen.values()), None)
+        main = chosen.get(TOKENS) or next(iter(chosen.values()), None)
         if main is None:
             return batch
         documents = [shard for shard in chosen.values() if shard.unit == "document"]
-        places = _Places.of(batch, self._divisor(documents[0])) if documents else None
+        places = Places.of(batch, self._divisor(documents[0])) if documents else None
 
         def pad(path: str, leaf: Any) -> Any:
             shard = chosen.get(path)
             if shard is None:
                 return leaf
             fill = self._fill(path) if shard.pad is None else shard.pad
-            if shard.unit == "document" and places is not None:
-                return places.move(path, leaf, shard.dim, fill)
+            if shard.unit == "document":
+                return leaf if places is None else places.move(path, leaf, shard.dim, fill)
             return _pad(
                 leaf, shard.dim, round_up(leaf.shape[shard.dim], "divisor", self._divisor(shard)), fill
             )
 
         before = batch
         batch = map_leaves(pad, batch)
-        if not isinstance(batch, MutableMapping) or not isinstance(batch.get(_TOKENS), torch.Tensor):
+        if not isinstance(batch, MutableMapping) or not isinstance(batch.get(TOKENS), torch.Tensor):
             return batch
         if places is not None:
             return places.tell(batch)
-        if main.unit == "row" and _TOKENS in chosen:
-            return _lengthen(before, batch, batch[_TOKENS].shape[main.dim])
+        if main.unit == "row" and TOKENS in chosen:
+            return lengthen(before, batch, batch[TOKENS].shape[main.dim])
         return batch
 
     def slice(self, batch: Any) -> Any:
@@ -151,9 +149,10 @@ class Sharding:
         """
         chosen = self._chosen(batch)
         index: torch.Tensor | None = None  # the same for all fields that are divided by document
+        length = 0
 
         def cut(path: str, leaf: Any) -> Any:
-            nonlocal index
+            nonlocal index, length
             shard = chosen.get(path)
             if shard is None:
                 return leaf
@@ -161,7 +160,10 @@ class Sharding:
             if shard.unit == "row":
                 return shard_tensor(leaf, shard.dim, part, parts, shard.mode)
             if index is None:
-                index = shard_indices(leaf.shape[shard.dim], part, parts, shard.mode, _boundaries(batch))
+                length = leaf.shape[shard.dim]
+                index = shard_indices(length, part, parts, shard.mode, boundaries_of(batch))
+            if leaf.shape[shard.dim] != length:
+                raise other_length(path, leaf.shape[shard.dim], length)
             return leaf.index_select(shard.dim, index.to(leaf.device))
 
         return map_leaves(cut, batch)
@@ -191,9 +193,9 @@ class Sharding:
                 )
         if "labels" in chosen and _TARGETS in leaves:
             chosen.setdefault(_TARGETS, chosen["labels"])
-        tokens = chosen.get(_TOKENS)
+        tokens = chosen.get(TOKENS)
         if tokens is not None:
-            length = leaves[_TOKENS].shape[tokens.dim]
+            length = leaves[TOKENS].shape[tokens.dim]
             for name in FOLLOWERS:
                 leaf = leaves.get(name)
                 if (
@@ -211,7 +213,7 @@ class Sharding:
         """A model that shifts labels itself would predict across the cuts: give it the targets instead."""
         if not isinstance(batch, MutableMapping) or _TARGETS in batch or "labels" not in batch:
             return batch
-        shard = self.shards.get("labels", self.shards.get(_TOKENS))
+        shard = self.shards.get("labels", self.shards.get(TOKENS))
         if shard is None:
             return batch
         labels = batch["labels"]
@@ -222,72 +224,6 @@ class Sharding:
         return batch
 
 
-@dataclass(frozen=True, slots=True)
-class _Places:
-    """Where the documents of a flat batch stand, and where they will once each is padded."""
-
-    lengths: Array
-    starts: Array
-    length: int
-    total: int
-    old: torch.Tensor
-    new: torch.Tensor
-
-    @classmethod
-    def of(cls, batch: Any, divisor: int) -> _Places:
-        known = batch if isinstance(batch, Mapping) else {}
-        real, tokens = known.get("cu_seqlens"), known.get(_TOKENS)
-        if (
-            not isinstance(tokens, torch.Tensor)
-            or tokens.numel() != tokens.shape[-1]
-            or not isinstance(real, torch.Tensor)
-        ):
-            shape = tuple(tokens.shape) if isinstance(tokens, torch.Tensor) else type(tokens).__name__
-            raise ValueError(
-                "unit='document' divides the documents of one flat sequence, but this batch has input_ids of shape "
-                f"{shape} and as cu_seqlens a {type(real).__name__}: nobody could tell where they end. Use "
-                "collate=collate_varlen, or unit='row'."
-            )
-        length = tokens.shape[-1]
-        ends: Array = np.asarray(real, dtype=np.int64)
-        lengths: Array = np.diff(ends)
-        before = np.asarray(batch.get(_PLACES, real), dtype=np.int64)[: len(lengths)]
-        starts = np.concatenate(([0], np.cumsum(round_up(lengths, "divisor", divisor))))
-        total = max(int(starts[-1]), int(round_up(length, "divisor", divisor)))
-        within = np.arange(int(ends[-1])) - np.repeat(ends[:-1], lengths)
-        old = torch.from_numpy(np.repeat(before, lengths) + within)
-        return cls(
-            lengths, starts, length, total, old, torch.from_numpy(np.repeat(starts[:-1], lengths) + within)
-        )
-
-    def move(self, name: str, whole: torch.Tensor, dim: int, fill: float) -> torch.Tensor:
-        if whole.shape[dim] != self.length:
-            raise ValueError(
-                f"field {name!r} has {whole.shape[dim]} values along dimension {dim}, input_ids have {self.length} tokens: "
-                "its values would stand in the wrong documents. Shard it with unit='row', or not at all."
-            )
-        shape = list(whole.shape)
-        shape[dim] = self.total
-        out = torch.full(shape, fill, dtype=whole.dtype)
-        return out.index_copy_(dim, self.new, whole.index_select(dim, self.old))
-
-    def tell(self, batch: Any) -> Any:
-        told = global_boundaries(self.lengths, self.starts.copy(), self.total)
-        batch = copy.copy(batch)
-        batch.update({name: value for name, value in told.items() if name in batch or name == _PLACES})
-        return batch
-
-
-def _boundaries(batch: Any) -> torch.Tensor:
-    places = batch.get(_PLACES) if isinstance(batch, Mapping) else None
-    if not isinstance(places, torch.Tensor):
-        raise ValueError(
-            f"unit='document' needs {_PLACES!r} in the batch to know where the documents stand; put ShardPad behind the "
-            "Packer, or use unit='row'"
-        )
-    return places
-
-
 def _pad(whole: torch.Tensor, dim: int, length: int, fill: float) -> torch.Tensor:
     missing = length - whole.shape[dim]
     if not missing:
@@ -295,18 +231,3 @@ def _pad(whole: torch.Tensor, dim: int, length: int, fill: float) -> torch.Tenso
     shape = list(whole.shape)
     shape[dim] = missing
     return torch.cat([whole, torch.full(shape, fill, dtype=whole.dtype)], dim)
-
-
-def _lengthen(before: Any, batch: Any, total: int) -> Any:
-    """Boundaries that cover all tokens cover the new padding too, as a segment of its own or with the last one."""
-    if total == before[_TOKENS].shape[-1] or not isinstance(batch.get(_PLACES), torch.Tensor):
-        return batch
-    ends: Array = np.asarray(batch["cu_seqlens"], dtype=np.int64)
-    lengths: Array = np.diff(ends)
-    starts = np.asarray(batch[_PLACES], dtype=np.int64).copy()
-    if len(lengths):
-        starts[-1] = total
-    told = global_boundaries(lengths, starts, total)
-    batch = copy.copy(batch)
-    batch.update({name: value for name, value in told.items() if name in batch})
-    return batch
