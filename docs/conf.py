@@ -119,17 +119,28 @@ def _homes() -> dict[str, str]:
 
 
 HOMES = _homes()
+_COLON = "\N{RATIO}"  # stands in for a colon while napoleon looks
 _CODE = re.compile(r"(?<![`:\w])`([A-Za-z_][\w.]*)(\(\))?`(?!`)")
 
 
 def _plain_property(_app: Any, what: str, _name: str, _object: Any, _options: Any, lines: list[str]) -> None:
     """A property's first line is prose: napoleon would take what stands before a colon for its type."""
-    if what in ("property", "attribute") and lines and lines[0]:
-        lines.insert(0, "")
+    if what in ("property", "attribute"):
+        lines[:] = [line.replace(":", _COLON) for line in lines]
 
 
-def _link(_app: Any, _what: str, _name: str, _object: Any, _options: Any, lines: list[str]) -> None:
+def _plain_map(_app: Any, what: str, _name: str, _object: Any, _options: Any, lines: list[str]) -> None:
+    """What a module's docstring draws or tabulates below its first paragraph is shown as it is written."""
+    first = lines.index("") if "" in lines else len(lines)
+    rest = lines[first:]
+    if what == "module" and any(line.startswith(("|", "    ")) or " -> " in line for line in rest):
+        lines[first:] = ["", "::", "", *(f"    {line}" for line in rest), ""]
+
+
+def _link(_app: Any, what: str, _name: str, _object: Any, _options: Any, lines: list[str]) -> None:
     """`Name` in a docstring becomes a link if Name is public, else code."""
+    if what == "module":
+        return
 
     def replace(match: re.Match[str]) -> str:
         said = match[1]
@@ -137,7 +148,7 @@ def _link(_app: Any, _what: str, _name: str, _object: Any, _options: Any, lines:
         home = HOMES.get(name)
         return f"``{said}``" if home is None else f":py:obj:`{name} <{home}>`"
 
-    lines[:] = [_CODE.sub(replace, line) for line in lines]
+    lines[:] = [_CODE.sub(replace, line.replace(_COLON, ":")) for line in lines]
 
 
 def _at_home(app: Any, env: Any, node: Any, contnode: Any) -> Any:
@@ -165,6 +176,7 @@ def _first_home_only(_app: Any, what: str, name: str, obj: Any, skip: bool, _opt
 def setup(app: Any) -> None:
     """Connect the hooks above."""
     app.connect("autodoc-process-docstring", _plain_property, priority=100)  # before napoleon
+    app.connect("autodoc-process-docstring", _plain_map, priority=950)  # behind _link
     app.connect("autodoc-process-docstring", _link, priority=900)  # behind napoleon
     app.connect("autodoc-skip-member", _first_home_only)
     app.connect("missing-reference", _at_home)
