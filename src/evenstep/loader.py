@@ -234,7 +234,10 @@ class Loader(tn.Loader[T], Generic[T]):
         self._hook("prefetch_plan")
 
     def prefetch(self) -> None:
-        """Start the next exchange and copy, once the backward pass is launched; never waits."""
+        """Start the next exchange and copy, once the backward pass is launched.
+
+        It waits for nothing but, at most for a moment, what `evenstep.nodes.CallerPrefetch` may wait for.
+        """
         self._hook("prefetch")
 
     def _hook(self, name: str) -> None:

@@ -126,8 +126,6 @@ class ProcessGroupCommunicator:
         self.calls[name] += 1
         try:
             work = self.launcher(name, start)
-        except Abandoned as error:
-            raise self._give_up(None, buffers, error) from None
         except (RuntimeError, ValueError) as error:  # the group is gone, or a peer is
             raise self._give_up(None, buffers, self._lost(error)) from error
         try:
