@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torchdata.nodes import BaseNode
 
 from evenstep.comm.plane import DataPlane
 from evenstep.config import LoaderConfig
+from evenstep.cursor import next_epoch_state
 from evenstep.errors import SampleError
 from evenstep.nodes.describe import Describer, tells_length
 from evenstep.nodes.fetch import Fetcher, Pending, Unreadable
@@ -25,10 +26,20 @@ __all__ = ["PlannedReader"]
 log = logging.getLogger("evenstep")
 
 
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A window, this rank's micro-batches of it that are still to come, and their samples under way."""
+
+    window: GatheredWindow
+    planned: dict[int, MicroBatch]
+    pending: Pending
+
+
 class PlannedReader(Stage[PlannedBatch, RoutedBatch]):
     """Nothing moves between ranks: each reads the samples of its own rows.
 
-    Workers begin with all of this rank's samples of a window as soon as it is planned. A sample whose length is
+    Workers begin with all of this rank's samples of a window as soon as it is planned, which is before the last samples
+    of the window before it are waited for. A sample whose length is
     not what was planned is an error that names it, before it reaches a row.
 
     Args:
@@ -64,16 +75,32 @@ class PlannedReader(Stage[PlannedBatch, RoutedBatch]):
         self._fetcher = make_fetcher(dataset, config, plane) if fetcher is None else fetcher
         self._compares = metadata_fn is not None or explode is not None
         self._describe = Describer(config, metadata_fn, explode)
-        self._window: GatheredWindow | None = None
-        self._planned: dict[int, MicroBatch] = {}
-        self._pending: Pending | None = None
+        # By the configuration, which is equal on every rank: one that looks ahead waits for the others' headers.
+        self._looks_ahead = config.num_workers > 0
+        self._window: _Asked | None = None
+        self._next_window: _Asked | None = None
+        self._pulled: PlannedBatch | Exception | None = None
+        self._state: dict[str, Any] | None = (
+            None  # of the last item handed out, where the source is ahead of it
+        )
+
+    def reset(self, initial_state: dict[str, Any] | None = None) -> None:
+        """Go to ``initial_state``, or to the epoch after the last item handed out, though the source is ahead of it."""
+        if initial_state is None and self._state is not None:
+            initial_state = next_epoch_state(self._state)
+        super().reset(initial_state)
 
     def clear(self) -> None:
-        """Forget the window under way."""
-        if self._pending is not None:
-            self._pending.cancel()
-        self._window = self._pending = None
-        self._planned = {}
+        """Forget the windows under way."""
+        for asked in (self._window, self._next_window):
+            if asked is not None:
+                asked.pending.cancel()
+        self._window = self._next_window = None
+        self._pulled = self._state = None
+
+    def get_state(self) -> dict[str, Any]:
+        """The source's state at the last item handed out."""
+        return super().get_state() if self._state is None else dict(self._state)
 
     def set_epoch(self, epoch: int) -> None:
         """Pass a new epoch on to the dataset, where it has ``set_epoch``."""
@@ -87,14 +114,15 @@ class PlannedReader(Stage[PlannedBatch, RoutedBatch]):
 
     def produce(self) -> RoutedBatch:
         """Read the rows of the next micro-batch."""
-        batch = next(self.source)
-        if batch.window is not self._window:
-            self._begin(batch)
-        mine = self._planned.pop(batch.micro_batch)
-        assert self._pending is not None
+        batch = self._pull()
+        asked = self._window
+        assert asked is not None
+        if self._looks_ahead and batch.micro_batch == batch.window.place.count - 1:
+            self._look_ahead()
+        mine = asked.planned.pop(batch.micro_batch)
         left_out, rows = 0, []
         for row in mine.rows:
-            values = self._pending.take(len(row))
+            values = asked.pending.take(len(row))
             kept = [self._checked(batch, i, value) for i, value in zip(row, values, strict=True)]
             rows.append([value for value in kept if not isinstance(value, Unreadable)])
             left_out += len(row) - len(rows[-1])
@@ -103,18 +131,39 @@ class PlannedReader(Stage[PlannedBatch, RoutedBatch]):
             mine = _without(mine, rows, self._config)
         return mine.routed(rows)
 
-    def _begin(self, batch: PlannedBatch) -> None:
-        """Ask for all samples of this rank that are left of the window."""
+    def _pull(self) -> PlannedBatch:
+        """The next micro-batch, its window's samples asked for."""
+        pulled = self._pulled
+        if isinstance(pulled, Exception):
+            raise pulled
+        batch = next(self.source) if pulled is None else pulled
+        self._pulled = self._state = None
+        if self._window is None or batch.window is not self._window.window:
+            self._window = self._ask(batch) if self._next_window is None else self._next_window
+            self._next_window = None
+        return batch
+
+    def _look_ahead(self) -> None:
+        """Workers go on with the next window while the last samples of this one are read."""
+        self._state = self.source.state_dict()
+        try:
+            following = next(self.source)
+            self._next_window = self._ask(following)
+            self._pulled = following
+        except Exception as error:
+            self._pulled = error
+
+    def _ask(self, batch: PlannedBatch) -> _Asked:
+        """Begin with all samples of this rank that are left of a window."""
         window, place = batch.window, batch.window.place
         assert window.indices is not None, "only windows with known metadata are read after planning"
-        self._window = window
-        self._planned = {
+        planned = {
             m: MicroBatch.of(replace(batch, micro_batch=m), self.plane, self._config)
             for m in range(batch.micro_batch, place.count)
         }
-        samples = [i for mine in self._planned.values() for row in mine.rows for i in row]
+        samples = [i for mine in planned.values() for row in mine.rows for i in row]
         key = SeedKey(place.start.seed, place.start.epoch)
-        self._pending = self._fetcher.submit(window.indices[samples].tolist(), key)
+        return _Asked(window, planned, self._fetcher.submit(window.indices[samples].tolist(), key))
 
     def _checked(self, batch: PlannedBatch, sample: int, value: Any) -> Any:
         """``value``, or `Unreadable` where that is skipped."""

@@ -176,16 +176,16 @@ class SamplerReader(BaseNode[Window]):
             asked = self._ask()
         if isinstance(asked, Exception):
             raise asked
+        if self._fetcher is not None and self._fetcher.ahead:
+            try:
+                self._ahead = self._ask()  # before this one is waited for, so that no worker ever waits
+            except Exception as error:
+                self._ahead = error
         window = self._window(asked)
         place = window.place
         # The last window's state is the state after its step; "auto" cannot tell yet, and has one window a step.
         self._state = place.end_state() if not place.total else place.after(place.count, 0)
         self.counts += window.counts
-        if self._fetcher is not None and self._fetcher.ahead:
-            try:
-                self._ahead = self._ask()
-            except Exception as error:
-                self._ahead = error
         return window
 
     def get_state(self) -> dict[str, Any]:
