@@ -93,6 +93,8 @@ class SamplerReader(BaseNode[Window]):
             config, plane, metadata_fn=metadata_fn, cost=cost, codec=codec, explode=explode
         )
         self._fetcher = fetcher
+        if fetcher is None and metadata is None and plane.topology.is_reader:
+            self._fetcher = make_fetcher(dataset, config, plane)
         self._metadata = metadata
         self._ahead: _Asked | Exception | None = None
         self._allow_changed = allow_changed_dataset

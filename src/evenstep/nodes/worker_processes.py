@@ -6,13 +6,14 @@ import random
 import threading
 import traceback
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass, field
+from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
-from queue import SimpleQueue
-from typing import Any
+from queue import Empty, SimpleQueue
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -68,12 +69,13 @@ class ProcessFetcher:
         name: str = "evenstep-read",
     ) -> None:
         self._workers = num_workers
-        chunks = _Chunks()
+        self._requests: _Requests = SimpleQueue()
+        work = _Work(self._requests)
 
         def build() -> DataLoader[Any]:
             return DataLoader(
                 _Guarded(dataset),
-                batch_sampler=chunks,  # type: ignore[arg-type]  # any iterable of what __getitems__ takes
+                batch_sampler=work,  # type: ignore[arg-type]  # any iterable of what __getitems__ takes
                 num_workers=num_workers,
                 collate_fn=pack_message,
                 persistent_workers=True,
@@ -84,20 +86,18 @@ class ProcessFetcher:
                 generator=torch.Generator().manual_seed(seed),
             )
 
-        self._requests: SimpleQueue[_Request | Callable[[], DataLoader[Any]] | None] = SimpleQueue()
-        self._requests.put(build)
         self._build = build
         self._thread = threading.Thread(
-            target=_drive, args=(self._requests, chunks), name=f"{name}-workers", daemon=True
+            target=_drive, args=(self._requests, work), name=f"{name}-workers", daemon=True
         )
+        self.renew()
+        self._thread.start()
         self._finalizer = weakref.finalize(self, _end, self._requests, self._thread)
 
     def submit(self, indices: Sequence[int], key: SeedKey) -> Pending:
-        """Begin to fetch ``indices``; the workers are started by the first call."""
+        """Begin to fetch ``indices``."""
         if not self._finalizer.alive:
             raise RuntimeError("the worker processes of this loader have been closed")
-        if self._thread.ident is None:
-            self._thread.start()
         size = min(max(1, len(indices) // (_PARTS * self._workers)), _LARGEST_PART)
         request = _Request([(key, list(indices[k : k + size])) for k in range(0, len(indices), size)])
         request.futures = [Future() for _ in request.chunks]
@@ -107,10 +107,14 @@ class ProcessFetcher:
     def renew(self) -> None:
         """Start other workers, with the dataset as it is now."""
         self._requests.put(self._build)
+        self._requests.put(_Request([]))  # nothing, for which they are started all the same
 
     def close(self) -> None:
         """End the workers."""
         self._finalizer()
+
+
+_Requests: TypeAlias = "SimpleQueue[_Request | Callable[[], DataLoader[Any]] | None]"
 
 
 class _Guarded(Dataset[Any]):
@@ -162,49 +166,83 @@ class _Failed:
         return Unreadable(self.error)
 
 
-class _Chunks:
-    """What the DataLoader takes for its batch sampler: the chunks of the request under way."""
+class _Work:
+    """What the DataLoader takes for its batch sampler: the chunks of all that has been asked for.
 
-    def __init__(self) -> None:
-        self.chunks: list[Chunk] = []
+    It looks for more whenever a worker is free, so that workers do not wait for each other between requests.
+    """
+
+    def __init__(self, requests: _Requests) -> None:
+        self._requests = requests
+        self._chunks: deque[tuple[Chunk, Future[list[Any]]]] = deque()
+        self._running: deque[Future[list[Any]]] = deque()
+        self.held: deque[Callable[[], DataLoader[Any]] | None] = deque()
 
     def __iter__(self) -> Iterator[Chunk]:
-        return iter(self.chunks)
+        while self._chunks or self._take_more():
+            chunk, future = self._chunks.popleft()
+            if future.set_running_or_notify_cancel():
+                self._running.append(future)
+                yield chunk
+
+    def _take_more(self) -> bool:
+        """Whether chunks came; what is no request is held back until all running ones are done."""
+        while not self.held:
+            try:
+                item = self._requests.get_nowait()
+            except Empty:
+                return False
+            if not isinstance(item, _Request):
+                self.held.append(item)
+                return False
+            self.add(item)
+            if self._chunks:
+                return True
+        return False
+
+    def add(self, request: _Request) -> None:
+        """Begin with ``request`` after what is under way."""
+        self._chunks.extend(zip(request.chunks, request.futures, strict=True))
+
+    def done(self, values: list[Any]) -> None:
+        """The oldest running chunk has come back."""
+        self._running.popleft().set_result(values)
+
+    def fail(self, error: Exception) -> None:
+        """Nothing of what has been asked for will come."""
+        waiting = [future for _, future in self._chunks if future.set_running_or_notify_cancel()]
+        for future in [*self._running, *waiting]:
+            future.set_exception(error)
+        self._running.clear()
+        self._chunks.clear()
 
 
-def _drive(requests: SimpleQueue[_Request | Callable[[], DataLoader[Any]] | None], chunks: _Chunks) -> None:
+def _drive(requests: _Requests, work: _Work) -> None:
     """Serve requests until there is None."""
     build: Callable[[], DataLoader[Any]] | None = None
     loader: DataLoader[Any] | None = None
-    while (request := requests.get()) is not None:
-        if not isinstance(request, _Request):
-            build, loader = request, None
+    while (item := work.held.popleft() if work.held else requests.get()) is not None:
+        if not isinstance(item, _Request):
+            build, loader = item, None
             continue
-        wanted = [
-            (chunk, future)
-            for chunk, future in zip(request.chunks, request.futures, strict=True)
-            if future.set_running_or_notify_cancel()
-        ]
-        if not wanted:
-            continue
-        chunks.chunks = [chunk for chunk, _ in wanted]
-        waiting = [future for _, future in wanted][::-1]
+        work.add(item)
         try:
             assert build is not None
             loader = build() if loader is None else loader
             for message in loader:
-                values = unpack_message(message)
-                waiting.pop().set_result([v.unwrap() if isinstance(v, _Failed) else v for v in values])
+                work.done([v.unwrap() if isinstance(v, _Failed) else v for v in unpack_message(message)])
         except Exception as error:
-            told = _explain(error, loader)
+            work.fail(_explain(error, loader))
             loader = None
-            for future in waiting:
-                future.set_exception(told)
 
 
 def _explain(error: Exception, loader: DataLoader[Any] | None) -> Exception:
     """``error``, or which worker died of what, where one did."""
     workers = getattr(getattr(loader, "_iterator", None), "_workers", [])
+    # A connection breaks a moment before its process can be asked how it ended.
+    sentinels = [w.sentinel for w in workers if w.is_alive()]
+    if sentinels and isinstance(error, (OSError, EOFError)):
+        wait(sentinels, timeout=1.0)
     dead = [(number, w.pid, w.exitcode) for number, w in enumerate(workers) if not w.is_alive()]
     if not dead:
         return error
@@ -218,10 +256,7 @@ def _explain(error: Exception, loader: DataLoader[Any] | None) -> Exception:
     return told
 
 
-def _end(
-    requests: SimpleQueue[_Request | Callable[[], DataLoader[Any]] | None], thread: threading.Thread
-) -> None:
+def _end(requests: _Requests, thread: threading.Thread) -> None:
     requests.put(None)
-    if thread.ident is not None and thread is not threading.current_thread():
-        with suppress(RuntimeError):
-            thread.join(_PATIENCE)
+    if thread is not threading.current_thread():
+        thread.join(_PATIENCE)
