@@ -130,17 +130,14 @@ def _plain_property(_app: Any, what: str, _name: str, _object: Any, _options: An
 
 
 def _plain_map(_app: Any, what: str, _name: str, _object: Any, _options: Any, lines: list[str]) -> None:
-    """What a module's docstring draws or tabulates below its first paragraph is shown as it is written."""
-    first = lines.index("") if "" in lines else len(lines)
-    rest = lines[first:]
-    if what == "module" and any(line.startswith(("|", "    ")) or " -> " in line for line in rest):
-        lines[first:] = ["", "::", "", *(f"    {line}" for line in rest), ""]
+    """What a module's docstring draws or tabulates is shown as it is written, from its first such line on."""
+    drawn = [k for k, line in enumerate(lines) if line.startswith(("|", "    ")) or " -> " in line]
+    if what == "module" and drawn:
+        lines[drawn[0] :] = ["::", "", *(f"    {line}" for line in lines[drawn[0] :]), ""]
 
 
 def _link(_app: Any, what: str, _name: str, _object: Any, _options: Any, lines: list[str]) -> None:
     """`Name` in a docstring becomes a link if Name is public, else code."""
-    if what == "module":
-        return
 
     def replace(match: re.Match[str]) -> str:
         said = match[1]
@@ -148,7 +145,9 @@ def _link(_app: Any, what: str, _name: str, _object: Any, _options: Any, lines: 
         home = HOMES.get(name)
         return f"``{said}``" if home is None else f":py:obj:`{name} <{home}>`"
 
-    lines[:] = [_CODE.sub(replace, line.replace(_COLON, ":")) for line in lines]
+    for k, line in enumerate(lines):
+        if what != "module" or not line.startswith("    "):  # else it is drawn
+            lines[k] = _CODE.sub(replace, line.replace(_COLON, ":"))
 
 
 def _at_home(app: Any, env: Any, node: Any, contnode: Any) -> Any:
@@ -176,7 +175,7 @@ def _first_home_only(_app: Any, what: str, name: str, obj: Any, skip: bool, _opt
 def setup(app: Any) -> None:
     """Connect the hooks above."""
     app.connect("autodoc-process-docstring", _plain_property, priority=100)  # before napoleon
-    app.connect("autodoc-process-docstring", _plain_map, priority=950)  # behind _link
+    app.connect("autodoc-process-docstring", _plain_map, priority=850)  # before _link
     app.connect("autodoc-process-docstring", _link, priority=900)  # behind napoleon
     app.connect("autodoc-skip-member", _first_home_only)
     app.connect("missing-reference", _at_home)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import evenstep
 import evenstep.errors
+from evenstep import cli
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ROOT / "src" / "evenstep"
@@ -52,6 +53,11 @@ def test_every_public_name_is_documented_somewhere() -> None:
     modules = [importlib.import_module(name) for name in re.findall(r"automodule:: (\S+)", pages)]
     documented = {name for module in modules for name in module.__all__}
     assert set(evenstep.__all__) - documented == set()
+
+
+def test_every_benchmark_has_a_section() -> None:
+    text = (DOCS / "benchmarks.md").read_text()
+    assert [name for name in cli.BENCHES if f"evenstep bench {name}" not in text] == []
 
 
 def test_every_error_class_is_explained() -> None:
