@@ -97,7 +97,9 @@ def announce(
     except RemoteRankError as error:
         if isinstance(failure, Exception):
             raise error from failure
-        raise failure or error
+        if failure is None:
+            raise
+        raise failure from None
     _check_plans(headers, plane)
     if window is None or any(h.status != OK for h in headers.values()):
         raise StopIteration
