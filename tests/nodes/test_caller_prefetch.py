@@ -124,7 +124,9 @@ def test_a_state_loaded_in_the_middle_gives_the_same_rest(
     expected = world.run(back_and_forth, by_producer(layout), lambda: None)
     assert world.run(back_and_forth, layout, threading.Barrier(world.size, timeout=20).wait) == expected
     if stream.kind != "auto":
-        assert all(runs[1] == runs[2] for runs in expected)
+        # At the end of an epoch the state leads to the next one.
+        inside = [runs for runs in expected if len(runs[0]) == first and runs[1]]
+        assert all(runs[1] == runs[2] for runs in inside)
 
 
 def test_only_the_training_thread_starts_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
