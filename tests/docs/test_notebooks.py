@@ -19,6 +19,11 @@ def test_there_are_six() -> None:
     assert [notebook.stem[:2] for notebook in NOTEBOOKS] == ["01", "02", "03", "04", "05", "06"]
 
 
+def test_all_are_on_the_page_that_one_starts_with() -> None:
+    text = (NOTEBOOKS[0].parents[1] / "docs" / "start.md").read_text()
+    assert [notebook.stem for notebook in NOTEBOOKS if f"`{notebook.stem}`" not in text] == []
+
+
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_was_run_in_order_and_shows_pictures(notebook: Path) -> None:
     code = cells(notebook)
