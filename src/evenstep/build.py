@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +16,6 @@ from evenstep.comm.codec import Codec
 from evenstep.comm.plane import DataPlane
 from evenstep.config import LoaderConfig
 from evenstep.cost import DEFAULT_COST, CostModel, describe_cost
-from evenstep.cost.model import check_model
 from evenstep.cursor import Cursor
 from evenstep.loader import Loader
 from evenstep.nodes import (
@@ -39,6 +37,7 @@ from evenstep.nodes import (
 from evenstep.nodes.balance import Balance
 from evenstep.nodes.known import KnownMetadata, known_metadata
 from evenstep.packing import Shard, collate_rows, pack_text, padding_of, with_oversized
+from evenstep.request import Request
 from evenstep.sampling import LocalStepSource, Sampler
 
 if TYPE_CHECKING:
@@ -105,7 +104,7 @@ def build_loader(
         raise TypeError(f"config is {type(config).__name__} {config!r}, expected a LoaderConfig")
     where = _device(device, config)
     plane = mesh if isinstance(mesh, DataPlane) else _plane(mesh, config, where)
-    request = _Request(
+    request = Request(
         dataset=dataset,
         config=config,
         sampler=sampler,
@@ -127,8 +126,9 @@ def build_loader(
     problem: Exception | None = None
     root: BaseNode[Any] | None = None
     try:
+        request.check(plane.topology)
         told = request.describe()
-        root = request.compose(plane)
+        root = _compose(request, plane)
     except Exception as error:
         problem = error
     plane.agree(told, problem)
@@ -166,191 +166,73 @@ def _plane(mesh: DeviceMesh | None, config: LoaderConfig, device: torch.device) 
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Request:
-    """What was asked for, before it is known whether it fits."""
+def _compose(request: Request, plane: DataPlane) -> BaseNode[Any]:
+    """The graph of this rank, by its role."""
+    root = ModelBroadcast(_constructed(request, plane), plane, request.batch_spec)
+    return root if request.shard is None else ContextShard(root, plane, request.shard)
 
-    dataset: Any
-    config: LoaderConfig
-    sampler: Sampler | LocalStepSource | None
-    metadata_fn: Callable[[Any], Any] | None
-    metadata: Any
-    pack: Callable[[Any, int], Any]
-    collate: Callable[[list[Any]], Any]
-    cost: CostModel | None
-    explode: Callable[[Any], Iterable[Any]] | None
-    codec: Codec | None
-    batch_spec: BatchSpec | None
-    shard: Mapping[str, Shard | None] | None
-    on_balance: Callable[[Balance], object] | None
-    start: Cursor | None
-    allow_changed_dataset: bool
-    device: torch.device
 
-    def describe(self) -> dict[str, str]:
-        """What must be equal on every rank, as text."""
-        self._check()
-        return {
-            **self.config.to_dict(),
-            "cost": describe_cost(DEFAULT_COST if self.cost is None else self.cost),
-            "sampler": self._describe_steps(),
-            "start": repr(self.start),
-            "allow_changed_dataset": repr(self.allow_changed_dataset),
-            "metadata": "known ahead" if self.metadata is not None else "read",
-            "shard": repr(self.shard),
-            "explode": "given" if self.explode is not None else "none",
-            "codec": type(self.codec).__name__,
-            "batch_spec": repr(self.batch_spec),
-        }
-
-    def _describe_steps(self) -> str:
-        """Who makes the steps."""
-        sampler = self.sampler
-        if sampler is None:
-            return "external source"
-        told = f"{type(sampler).__name__} {sampler.start().to_dict()}"
-        return (
-            told if isinstance(sampler, LocalStepSource) else f"{told}, {sampler.rows_per_step} rows a step"
-        )
-
-    def _check(self) -> None:
-        if self.sampler is not None and not isinstance(self.sampler, (Sampler, LocalStepSource)):
-            raise TypeError(
-                f"sampler is {self.sampler!r}, expected a StepSampler, TokenBudgetSampler or another object with "
-                "step_at(cursor), start() and rows_per_step; or None for a dataset that makes its own steps"
-            )
-        if self.metadata is not None and not isinstance(self.sampler, Sampler):
-            raise ValueError(
-                "metadata describes the samples of a dataset by index, which a rank-local stream of steps does not "
-                "tell the other ranks: pass a sampler over the whole dataset, or leave metadata out"
-            )
-        for name in ("pack", "collate"):
-            if not callable(getattr(self, name)):
-                raise TypeError(f"{name} is {getattr(self, name)!r}, expected a function")
-        for name, what in (("metadata_fn", "a sample"), ("explode", "a sample"), ("on_balance", "a Balance")):
-            if getattr(self, name) is not None and not callable(getattr(self, name)):
-                raise TypeError(f"{name} is {getattr(self, name)!r}, expected a function of {what}")
-        if self.batch_spec is not None and not isinstance(self.batch_spec, BatchSpec):
-            raise TypeError(f"batch_spec is {self.batch_spec!r}, expected a BatchSpec")
-        if self.explode is not None and self.metadata is not None and self.config.repack:
-            raise ValueError(
-                "explode with repack=True needs the documents of each sample before planning, which metadata does not "
-                "give: choose repack=False to keep the rows whole, or leave metadata out"
-            )
-        if self.cost is not None:
-            check_model("cost", self.cost)
-        if self.start is not None and not isinstance(self.start, Cursor):
-            raise TypeError(f"start is {self.start!r}, expected an evenstep.Cursor")
-        if not isinstance(self.allow_changed_dataset, bool):
-            raise TypeError(f"allow_changed_dataset is {self.allow_changed_dataset!r}, expected a bool")
-        _launched_by_caller(self.config)
-        if isinstance(self.sampler, Sampler):
-            _check_size(self.dataset, self.sampler)
-
-    def compose(self, plane: DataPlane) -> BaseNode[Any]:
-        """The graph of this rank, by its role."""
-        root = ModelBroadcast(self._constructed(plane), plane, self.batch_spec)
-        return root if self.shard is None else ContextShard(root, plane, self.shard)
-
-    def _constructed(self, plane: DataPlane) -> BaseNode[Any]:
-        """The batches of this replica, at its constructor; elsewhere what only knows where they stand."""
-        config, topology = self.config, plane.topology
-        groups = topology.dp_size // topology.balance_group_size
-        if groups > 1 and (config.accumulation_steps == "auto" or config.resume == "micro_batch"):
-            raise ValueError(
-                f"balance_group_size={topology.balance_group_size} makes {groups} groups with plans of their own, "
-                "which neither accumulation_steps='auto' nor resume='micro_batch' can follow; leave it at None"
-            )
-        reads = topology.is_reader if self.metadata is None else topology.is_constructor
-        if self.dataset is None and reads:
-            raise ValueError(f"dataset=None, but rank {topology.rank} reads samples; pass the dataset here")
-        known = None
-        if self.metadata is not None:
-            assert self.sampler is not None
-            known = known_metadata(self.metadata, self.sampler.start().dataset_size, config.budgets or ())
-        source = self._reader(plane, known)
-        if not topology.in_data_plane:
-            return source
-        if known is None:
-            source = Planner(MetadataGather(source, plane, uneven=config.uneven), plane, config)
-            source = PayloadAllToAll(source, plane, config, codec=self.codec)
-        else:
-            source = Planner(source, plane, config)
-            source = PlannedReader(
-                source, self.dataset, plane, config, metadata_fn=self.metadata_fn, explode=self.explode
-            )
-        if plane.is_constructor:
-            pack = with_oversized(self.pack, config.oversized)
-            if self.explode is not None and not config.repack:
-                pack = functools.partial(_pack_documents, self.explode, pack)
-            source = Packer(source, pack, self.collate)
-            if self.shard is not None:
-                padding, unshifted = padding_of(self.pack, self.collate)
-                source = ShardPad(source, plane, self.shard, padding=padding, unshifted=unshifted)
-            if config.pin_memory:
-                source = PinMemory(source, self.device, cpu_fields=config.cpu_fields)
-        if config.host_prefetch != 0:
-            if _launched_by_caller(config):
-                only_gloo = {config.backend, config.payload_backend or config.backend} == {"gloo"}
-                device = torch.device("cpu") if only_gloo else self.device
-                source = CallerPrefetch(source, config.host_prefetch, device=device)
-            else:
-                source = HostPrefetch(source, config.host_prefetch)
-        if plane.is_constructor:
-            source = DevicePrefetch(source, self.device, config.device_prefetch, cpu_fields=config.cpu_fields)
+def _constructed(request: Request, plane: DataPlane) -> BaseNode[Any]:
+    """The batches of this replica, at its constructor; elsewhere what only knows where they stand."""
+    config, topology = request.config, plane.topology
+    known = None
+    if request.metadata is not None:
+        assert request.sampler is not None
+        known = known_metadata(request.metadata, request.sampler.start().dataset_size, config.budgets or ())
+    source = _reader(request, plane, known)
+    if not topology.in_data_plane:
         return source
-
-    def _reader(self, plane: DataPlane, known: KnownMetadata | None) -> BaseNode[Any]:
-        """Where the steps come from."""
-        common: dict[str, Any] = {
-            "metadata_fn": self.metadata_fn,
-            "cost": self.cost,
-            "codec": self.codec,
-            "explode": self.explode,
-            "start": self.start,
-            "allow_changed_dataset": self.allow_changed_dataset,
-        }
-        if isinstance(self.sampler, Sampler):
-            return SamplerReader(self.sampler, self.dataset, plane, self.config, metadata=known, **common)
-        if self.sampler is None:
-            return ExternalStepReader(self.dataset, plane, self.config, **common)
-        source = self.sampler if plane.is_constructor else None
-        return ExternalStepReader(source, plane, self.config, dataset=self.dataset, **common)
-
-
-def _launched_by_caller(config: LoaderConfig) -> bool:
-    """Whether the training thread starts the collectives.
-
-    Raises:
-        ValueError: The producer thread was to start those of a backend that does not bear it.
-    """
-    backends = {"backend": config.backend, "payload_backend": config.payload_backend or config.backend}
-    bound = {field: name for field, name in backends.items() if name != "gloo"}
-    if bound and config.collectives == "producer":
-        field, name = next(iter(bound.items()))
-        raise ValueError(
-            f"collectives='producer' with {field}={name!r}: its collectives run in the order in which one thread starts "
-            "them, and with the training step's beside them the ranks would hang. Choose collectives='auto' (or "
-            "'caller'), or the backend 'gloo'."
+    if known is None:
+        source = Planner(MetadataGather(source, plane, uneven=config.uneven), plane, config)
+        source = PayloadAllToAll(source, plane, config, codec=request.codec)
+    else:
+        source = Planner(source, plane, config)
+        source = PlannedReader(
+            source, request.dataset, plane, config, metadata_fn=request.metadata_fn, explode=request.explode
         )
-    return config.collectives == "caller" or bool(bound)
+    if plane.is_constructor:
+        pack = with_oversized(request.pack, config.oversized)
+        if request.explode is not None and not config.repack:
+            pack = functools.partial(_pack_documents, request.explode, pack)
+        source = Packer(source, pack, request.collate)
+        if request.shard is not None:
+            padding, unshifted = padding_of(request.pack, request.collate)
+            source = ShardPad(source, plane, request.shard, padding=padding, unshifted=unshifted)
+        if config.pin_memory:
+            source = PinMemory(source, request.device, cpu_fields=config.cpu_fields)
+    if config.host_prefetch != 0:
+        if request.launched_by_caller:
+            only_gloo = {config.backend, config.payload_backend or config.backend} == {"gloo"}
+            device = torch.device("cpu") if only_gloo else request.device
+            source = CallerPrefetch(source, config.host_prefetch, device=device)
+        else:
+            source = HostPrefetch(source, config.host_prefetch)
+    if plane.is_constructor:
+        source = DevicePrefetch(source, request.device, config.device_prefetch, cpu_fields=config.cpu_fields)
+    return source
+
+
+def _reader(request: Request, plane: DataPlane, known: KnownMetadata | None) -> BaseNode[Any]:
+    """Where the steps come from."""
+    common: dict[str, Any] = {
+        "metadata_fn": request.metadata_fn,
+        "cost": request.cost,
+        "codec": request.codec,
+        "explode": request.explode,
+        "start": request.start,
+        "allow_changed_dataset": request.allow_changed_dataset,
+    }
+    if isinstance(request.sampler, Sampler):
+        return SamplerReader(
+            request.sampler, request.dataset, plane, request.config, metadata=known, **common
+        )
+    if request.sampler is None:
+        return ExternalStepReader(request.dataset, plane, request.config, **common)
+    source = request.sampler if plane.is_constructor else None
+    return ExternalStepReader(source, plane, request.config, dataset=request.dataset, **common)
 
 
 def _pack_documents(
     explode: Callable[[Any], Iterable[Any]], pack: Callable[[Any, int], Any], samples: list[Any], seq_len: int
 ) -> Any:
     return pack([document for sample in samples for document in explode(sample)], seq_len)
-
-
-def _check_size(dataset: Any, sampler: Sampler) -> None:
-    """A dataset of another size than the sampler's is found now rather than at its last index."""
-    expected = sampler.start().dataset_size
-    if dataset is None or not hasattr(dataset, "__len__") or not expected:
-        return
-    if len(dataset) == 0:
-        raise ValueError("the dataset is empty: there is nothing to train on")
-    if len(dataset) != expected:
-        raise ValueError(
-            f"the sampler was made for {expected} samples, the dataset has {len(dataset)}: samples would be missing "
-            f"or out of range. Build the sampler with {len(dataset)} samples."
-        )

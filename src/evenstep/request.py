@@ -1,0 +1,155 @@
+"""What a loader was asked to be, and whether that fits together, before anything is built from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from evenstep.comm.batch_spec import BatchSpec
+from evenstep.comm.codec import Codec
+from evenstep.config import LoaderConfig
+from evenstep.cost import DEFAULT_COST, CostModel, describe_cost
+from evenstep.cost.model import check_model
+from evenstep.cursor import Cursor
+from evenstep.nodes.balance import Balance
+from evenstep.packing import Shard
+from evenstep.sampling import LocalStepSource, Sampler
+from evenstep.topology import Topology
+
+__all__ = ["Request"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """The arguments of `evenstep.build_loader`, its device resolved."""
+
+    dataset: Any
+    config: LoaderConfig
+    sampler: Sampler | LocalStepSource | None
+    metadata_fn: Callable[[Any], Any] | None
+    metadata: Any
+    pack: Callable[[Any, int], Any]
+    collate: Callable[[list[Any]], Any]
+    cost: CostModel | None
+    explode: Callable[[Any], Iterable[Any]] | None
+    codec: Codec | None
+    batch_spec: BatchSpec | None
+    shard: Mapping[str, Shard | None] | None
+    on_balance: Callable[[Balance], object] | None
+    start: Cursor | None
+    allow_changed_dataset: bool
+    device: torch.device
+
+    @property
+    def launched_by_caller(self) -> bool:
+        """Whether the training thread starts the collectives."""
+        return self.config.collectives == "caller" or self._bound_backend() is not None
+
+    def describe(self) -> dict[str, str]:
+        """What must be equal on every rank, as text."""
+        return {
+            **self.config.to_dict(),
+            "cost": describe_cost(DEFAULT_COST if self.cost is None else self.cost),
+            "sampler": self._describe_steps(),
+            "start": repr(self.start),
+            "allow_changed_dataset": repr(self.allow_changed_dataset),
+            "metadata": "known ahead" if self.metadata is not None else "read",
+            "shard": repr(self.shard),
+            "explode": "given" if self.explode is not None else "none",
+            "codec": type(self.codec).__name__,
+            "batch_spec": repr(self.batch_spec),
+        }
+
+    def _describe_steps(self) -> str:
+        """Who makes the steps."""
+        sampler = self.sampler
+        if sampler is None:
+            return "external source"
+        told = f"{type(sampler).__name__} {sampler.start().to_dict()}"
+        return (
+            told if isinstance(sampler, LocalStepSource) else f"{told}, {sampler.rows_per_step} rows a step"
+        )
+
+    def check(self, topology: Topology) -> None:
+        """Refuse what does not fit together, or not this rank.
+
+        Raises:
+            ValueError, TypeError: Names the argument, its value and what was expected.
+        """
+        self._check_types()
+        self._check_combinations(topology)
+        if isinstance(self.sampler, Sampler):
+            _check_size(self.dataset, self.sampler)
+
+    def _check_types(self) -> None:
+        if self.sampler is not None and not isinstance(self.sampler, (Sampler, LocalStepSource)):
+            raise TypeError(
+                f"sampler is {self.sampler!r}, expected a StepSampler, TokenBudgetSampler or another object with "
+                "step_at(cursor), start() and rows_per_step; or None for a dataset that makes its own steps"
+            )
+        for name in ("pack", "collate"):
+            if not callable(getattr(self, name)):
+                raise TypeError(f"{name} is {getattr(self, name)!r}, expected a function")
+        for name, what in (("metadata_fn", "a sample"), ("explode", "a sample"), ("on_balance", "a Balance")):
+            if getattr(self, name) is not None and not callable(getattr(self, name)):
+                raise TypeError(f"{name} is {getattr(self, name)!r}, expected a function of {what}")
+        if self.batch_spec is not None and not isinstance(self.batch_spec, BatchSpec):
+            raise TypeError(f"batch_spec is {self.batch_spec!r}, expected a BatchSpec")
+        if self.cost is not None:
+            check_model("cost", self.cost)
+        if self.start is not None and not isinstance(self.start, Cursor):
+            raise TypeError(f"start is {self.start!r}, expected an evenstep.Cursor")
+        if not isinstance(self.allow_changed_dataset, bool):
+            raise TypeError(f"allow_changed_dataset is {self.allow_changed_dataset!r}, expected a bool")
+
+    def _check_combinations(self, topology: Topology) -> None:
+        config = self.config
+        if self.metadata is not None and not isinstance(self.sampler, Sampler):
+            raise ValueError(
+                "metadata describes the samples of a dataset by index, which a rank-local stream of steps does not "
+                "tell the other ranks: pass a sampler over the whole dataset, or leave metadata out"
+            )
+        if self.explode is not None and self.metadata is not None and self.config.repack:
+            raise ValueError(
+                "explode with repack=True needs the documents of each sample before planning, which metadata does not "
+                "give: choose repack=False to keep the rows whole, or leave metadata out"
+            )
+        groups = topology.dp_size // topology.balance_group_size
+        if groups > 1 and (config.accumulation_steps == "auto" or config.resume == "micro_batch"):
+            raise ValueError(
+                f"balance_group_size={topology.balance_group_size} makes {groups} groups with plans of their own, "
+                "which neither accumulation_steps='auto' nor resume='micro_batch' can follow; leave it at None"
+            )
+        reads = topology.is_reader if self.metadata is None else topology.is_constructor
+        if self.dataset is None and reads:
+            raise ValueError(f"dataset=None, but rank {topology.rank} reads samples; pass the dataset here")
+        field = self._bound_backend()
+        if field is not None and config.collectives == "producer":
+            raise ValueError(
+                f"collectives='producer' with {field}={getattr(config, field)!r}: its collectives run in the order in "
+                "which one thread starts them, and with the training step's beside them the ranks would hang. Choose "
+                "collectives='auto' (or 'caller'), or the backend 'gloo'."
+            )
+
+    def _bound_backend(self) -> str | None:
+        """The field that names a backend whose collectives only the training thread may start."""
+        return next(
+            (f for f in ("backend", "payload_backend") if getattr(self.config, f) not in (None, "gloo")), None
+        )
+
+
+def _check_size(dataset: Any, sampler: Sampler) -> None:
+    """A dataset of another size than the sampler's is found now rather than at its last index."""
+    expected = sampler.start().dataset_size
+    if dataset is None or not hasattr(dataset, "__len__") or not expected:
+        return
+    if len(dataset) == 0:
+        raise ValueError("the dataset is empty: there is nothing to train on")
+    if len(dataset) != expected:
+        raise ValueError(
+            f"the sampler was made for {expected} samples, the dataset has {len(dataset)}: samples would be missing "
+            f"or out of range. Build the sampler with {len(dataset)} samples."
+        )
