@@ -59,8 +59,19 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
+_earlier: set[threading.Thread] = set()
+
+
+@pytest.fixture(autouse=True)
+def earlier_threads() -> None:
+    """Other tests of this process may have left prefetchers that are still on their way out."""
+    _earlier.clear()
+    _earlier.update(threading.enumerate())
+
+
 def threads() -> list[threading.Thread]:
-    return [t for t in threading.enumerate() if t.name.startswith("evenstep-prefetch")]
+    new = set(threading.enumerate()) - _earlier
+    return [t for t in new if t.name.startswith("evenstep-prefetch")]
 
 
 def started(source: Numbers, depth: int | None = 3, state: dict[str, Any] | None = None) -> HostPrefetch[int]:
