@@ -137,3 +137,31 @@ def test_every_wait_ends_and_stays_ended() -> None:
         == f"{Abandoned.__name__}: this rank gave up waiting for ranks (0, 1) in the left group: it shuts down"
     )
     assert seconds < 3
+
+
+class LastMoment:
+    """A work that completes at the moment at which the wait for it runs out."""
+
+    def __init__(self, work: Any) -> None:
+        self.work = work
+        self.raised = False
+
+    def is_completed(self) -> bool:
+        return self.raised
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        self.work.wait()
+        if timeout is not None and not self.raised:
+            self.raised = True
+            raise RuntimeError("Operation timed out!")
+
+
+def completes_at_the_last_moment(rank: int) -> list[list[int]]:
+    communicator = group()
+    communicator.launcher = lambda _, start: LastMoment(start())
+    return collectives(communicator)
+
+
+@pytest.mark.gloo
+def test_an_answer_that_comes_as_a_wait_runs_out_is_an_answer() -> None:
+    assert run_ranks(completes_at_the_last_moment, 2) == [expected(0, 2), expected(1, 2)]

@@ -6,6 +6,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -150,11 +151,9 @@ class ProcessGroupCommunicator:
             if self.device.type != "cpu":
                 time.sleep(_DEVICE_POLL)  # a timed wait of NCCL that runs out aborts the group
                 continue
-            try:
+            # It raises when POLL is over, also if the work completes at that moment: only the wait below knows.
+            with suppress(RuntimeError):
                 work.wait(POLL)
-            except RuntimeError:
-                if work.is_completed():
-                    raise
         work.wait()
 
     def _give_up(self, work: Any, buffers: list[torch.Tensor], error: Exception) -> Exception:
