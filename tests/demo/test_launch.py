@@ -35,10 +35,14 @@ def test_another_signal_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.gloo
-def test_ranks_are_joined_and_nothing_stays_in_the_environment() -> None:
-    before = dict(os.environ)
+def test_ranks_are_joined_and_nothing_stays_behind() -> None:
+    before, handlers = (
+        dict(os.environ),
+        [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)],
+    )
     assert launch(2, dist.get_world_size) == 2
     assert dict(os.environ) == before
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
 
 
 @pytest.mark.gloo

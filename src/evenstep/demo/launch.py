@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import threading
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ __all__ = ["RanksFailed", "launch"]
 
 T = TypeVar("T")
 _TIMEOUT = timedelta(minutes=5)
+_HANDLED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")
 
 
 class RanksFailed(RuntimeError):  # noqa: N818 - it says what happened
@@ -54,7 +56,7 @@ def launch(ranks: int, function: Callable[..., T], *args: Any) -> T:
         start_method="spawn",
     )
     try:
-        with _environment(OMP_NUM_THREADS="1", **_loopback()):
+        with _signals_restored(), _environment(OMP_NUM_THREADS="1", **_loopback()):
             results = elastic_launch(config, _rank)(function, *args)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
@@ -97,3 +99,17 @@ def _environment(**values: str) -> Iterator[None]:
     finally:
         for name in os.environ.keys() - before.keys():  # the launcher leaves some of its own too
             del os.environ[name]
+
+
+@contextmanager
+def _signals_restored() -> Iterator[None]:
+    """The launcher leaves handlers of its own, which would end the caller's next wait as if it were a rank's."""
+    numbers = [getattr(signal, name) for name in _HANDLED if hasattr(signal, name)]
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in before.items():
+                if handler is not None:  # not one that was set outside Python
+                    signal.signal(number, handler)
