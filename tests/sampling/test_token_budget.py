@@ -143,6 +143,37 @@ def test_drop_leaves_out_only_an_unfilled_last_step(lengths: list[int], rows: in
         assert plain_first_fit(tokens, rows - 1, 20, None) is not None
 
 
+@given(
+    lengths=st.lists(st.integers(0, 30), min_size=1, max_size=20),
+    rows=st.integers(1, 4),
+    fill=st.none() | st.floats(0.05, 1),
+    limit=segments,
+)
+def test_drop_leaves_at_least_one_step_or_is_refused(
+    lengths: list[int], rows: int, fill: float | None, limit: int | None
+) -> None:
+    lengths[0] = max(lengths[0], 1)
+
+    def made(remainder: Literal["drop", "pad"]) -> TokenBudgetSampler:
+        return TokenBudgetSampler(
+            lengths,
+            rows_per_step=rows,
+            seq_len=20,
+            remainder=remainder,
+            fill=fill,
+            max_segments=limit,
+            oversized="truncate",
+        )
+
+    try:
+        sampler = made("drop")
+    except ValueError as error:
+        assert "would leave no step at all" in str(error)
+        assert len(made("pad")) == 1, "more than a step was refused"
+    else:
+        assert len(sampler) > 0
+
+
 def test_whole_rows_make_whole_steps() -> None:
     exact = TokenBudgetSampler([20] * 8, rows_per_step=4, seq_len=20)
     assert len(exact) == 2
@@ -264,6 +295,12 @@ def test_identity_follows_the_lengths() -> None:
             ValueError,
             "1 samples with tokens cannot fill 2 rows: remainder='drop' would leave no step at all; make the "
             "step smaller, or use 'pad'",
+        ),
+        (
+            {"lengths": [3] * 64, "rows_per_step": 4, "seq_len": 128},
+            ValueError,
+            "64 samples with 192 tokens fit into 2 of the 4 rows of 128 tokens that a step has: remainder='drop' "
+            "would leave no step at all; make the step smaller (rows_per_step or seq_len), or use 'pad'",
         ),
         (
             {"budgets": {"patches": 4}, "features": {"patches": [1.0, 5.0]}},

@@ -10,7 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from evenstep.cursor import Cursor
-from evenstep.sampling.first_fit import RowLimits, fill_empty_rows, longest_run, most_that_could_fit
+from evenstep.sampling.first_fit import (
+    RowLimits,
+    fill_empty_rows,
+    first_fit_decreasing,
+    longest_run,
+    most_that_could_fit,
+)
 from evenstep.sampling.hashing import stream_digest
 from evenstep.sampling.order import (
     Order,
@@ -111,6 +117,8 @@ class TokenBudgetSampler:
             None if max_segments is None else int(max_segments),
             self._needs.budgets,
         )
+        if remainder == "drop":
+            self._check_a_step_is_full(with_tokens)
         self.order, self._order = resolve_order(order, self.num_samples, self.seed)
         self._start = Cursor(
             global_batch_size=self.global_batch_size,
@@ -159,6 +167,23 @@ class TokenBudgetSampler:
     def __len__(self) -> int:
         """Steps of epoch 0; shuffled epochs may differ by a few (`steps_in`). Packs the epoch once."""
         return self.steps_in(0)
+
+    def _check_a_step_is_full(self, with_tokens: int) -> None:
+        """Refuse lengths that one row less would hold: the only step of every epoch would be dropped."""
+        rows, seq_len = self.rows_per_step, self.seq_len
+        if with_tokens > (rows - 1) * seq_len:  # before anything of the size of the dataset is made
+            return
+        tokens, features = self._needs.at(np.flatnonzero(self.lengths))
+        total = int(tokens.sum())
+        if total > (rows - 1) * seq_len or (self.fill is not None and total >= self.fill * rows * seq_len):
+            return
+        packed = first_fit_decreasing(tokens, replace(self.limits, rows=rows - 1), features)
+        if packed is not None:
+            raise ValueError(
+                f"{with_tokens} samples with {total} tokens fit into {int(packed.max()) + 1} of the {rows} rows of "
+                f"{seq_len} tokens that a step has: remainder='drop' would leave no step at all; make the step "
+                "smaller (rows_per_step or seq_len), or use 'pad'"
+            )
 
     def _pack(self, epoch: int, begin: int) -> Step | None:
         rows = self.rows_per_step

@@ -41,14 +41,17 @@ def sampled_steps(lengths: npt.NDArray[np.int64], settings: Settings, dp_size: i
     rows = settings.rows(dp_size)
     if int(lengths.sum()) < rows * settings.seq_len * (settings.fill or 0.5) or len(lengths) < rows:
         return []
-    sampler = TokenBudgetSampler(
-        lengths,
-        rows_per_step=rows,
-        seq_len=settings.seq_len,
-        order=settings.order,
-        seed=settings.seed,
-        fill=settings.fill,
-    )
+    try:
+        sampler = TokenBudgetSampler(
+            lengths,
+            rows_per_step=rows,
+            seq_len=settings.seq_len,
+            order=settings.order,
+            seed=settings.seed,
+            fill=settings.fill,
+        )
+    except ValueError:  # all else was checked: one row less would hold everything
+        return []
     model = MarginalCost(settings.cost) if padding_cost(settings.cost).any() else settings.cost
     cursor = sampler.start()
     found: list[SampledStep] = []
