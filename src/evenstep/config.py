@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any, Literal, get_args, get_type_hints
 
 from evenstep.plan import Objective, PackingConstraints
+from evenstep.shown import shown
 
 __all__ = ["LoaderConfig"]
 
@@ -111,19 +112,19 @@ class LoaderConfig:
             if getattr(self, name) is not None:
                 _check_count(name, getattr(self, name), least)
         if self.accumulation_steps not in (None, "auto"):
-            _check_count("accumulation_steps", self.accumulation_steps, 1)
+            _check_count("accumulation_steps", self.accumulation_steps, 1, "an integer, 'auto' or None")
         hints = get_type_hints(type(self))
         for name in _CHOICES:
             choices = get_args(hints[name])
             if getattr(self, name) not in choices:
-                raise ValueError(f"{name}={getattr(self, name)!r}, expected one of {list(choices)}")
+                raise ValueError(f"{name}={shown(getattr(self, name))}, expected one of {list(choices)}")
         if not isinstance(self.objective, Objective):
-            raise TypeError(f"objective={self.objective!r}, expected an evenstep.Objective")
+            raise TypeError(f"objective={shown(self.objective)}, expected an evenstep.Objective")
         if not isinstance(self.timeout, timedelta) or self.timeout <= timedelta(0):
-            raise ValueError(f"timeout={self.timeout!r}, expected a positive datetime.timedelta")
+            raise ValueError(f"timeout={shown(self.timeout)}, expected a positive datetime.timedelta")
         gain = self.min_balance_gain
         if isinstance(gain, bool) or not isinstance(gain, (int, float)) or not 0 <= gain < 1:
-            raise ValueError(f"min_balance_gain={gain!r}, expected a fraction in [0, 1)")
+            raise ValueError(f"min_balance_gain={shown(gain)}, expected a fraction in [0, 1)")
         if self.accumulation_steps == "auto" and self.balance_window is not None:
             raise ValueError(
                 f"balance_window={self.balance_window} with accumulation_steps='auto': the number of micro-batches is "
@@ -145,8 +146,8 @@ class LoaderConfig:
         return {f.name: repr(getattr(self, f.name)) for f in fields(self)}
 
 
-def _check_count(name: str, value: Any, least: int) -> None:
+def _check_count(name: str, value: Any, least: int, expected: str = "an integer") -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}={value!r} ({type(value).__name__}), expected an integer")
+        raise TypeError(f"{name}={shown(value)} ({type(value).__name__}), expected {expected}")
     if value < least:
         raise ValueError(f"{name}={value}, expected at least {least}")

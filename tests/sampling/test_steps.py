@@ -151,12 +151,18 @@ def test_custom_order() -> None:
         (
             {"num_samples": 3.0},
             TypeError,
-            "num_samples is 3.0 (float): expected an integer, the number of samples",
+            "num_samples must be an integer, the number of samples, but is 3.0 (float)",
         ),
         (
             {"global_batch_size": True},
             TypeError,
-            "global_batch_size is True (bool): expected an integer, the number of samples per optimizer step",
+            "global_batch_size must be an integer, the number of samples per optimizer step, but is True (bool)",
+        ),
+        (
+            {"num_samples": [{"input_ids": list(range(50))} for _ in range(100)]},
+            TypeError,
+            "num_samples must be an integer, the number of samples, but is [{'input_ids': [0, 1, 2, ...]}, "
+            "{'input_ids': [0, 1, 2, ...]}, {'input_ids': ... (list); of a dataset pass len(dataset)",
         ),
         (
             {"global_batch_size": -4},

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from evenstep.sampling.hashing import stream_digest
 from evenstep.sampling.permutation import KeyedPermutation
+from evenstep.shown import shown
 
 __all__ = ["Order", "SequentialOrder", "ShuffledOrder"]
 
@@ -97,8 +98,10 @@ def checked_indices(order: Order, epoch: int, positions: npt.NDArray[np.int64]) 
 def check_count(name: str, value: int, unit: str) -> None:
     """Refuse what is no positive integer."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        is_dataset = hasattr(value, "__getitem__") and not isinstance(value, str)
+        remedy = "; of a dataset pass len(dataset)" if is_dataset else ""
         raise TypeError(
-            f"{name} is {value!r} ({type(value).__name__}): expected an integer, the number of {unit}"
+            f"{name} must be an integer, the number of {unit}, but is {shown(value)} ({type(value).__name__}){remedy}"
         )
     if value < 1:
         raise ValueError(f"{name} is {value}: expected 1 or more {unit}")
@@ -107,7 +110,7 @@ def check_count(name: str, value: int, unit: str) -> None:
 def check_seed(seed: int) -> None:
     """Refuse what does not fit into the cursor's seed."""
     if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)):
-        raise TypeError(f"seed is {seed!r} ({type(seed).__name__}): expected an integer in [0, 2**64)")
+        raise TypeError(f"seed is {shown(seed)} ({type(seed).__name__}): expected an integer in [0, 2**64)")
     if not 0 <= seed < 1 << 64:
         raise ValueError(f"seed is {seed}: expected an integer in [0, 2**64)")
 
