@@ -9,7 +9,15 @@ import pytest
 import torch
 import torchdata.nodes as tn
 
-from evenstep import DataPlane, LoaderConfig, RemoteRankError, StepSampler, TokenBudgetSampler, build_loader
+from evenstep import (
+    ConfigMismatch,
+    DataPlane,
+    LoaderConfig,
+    RemoteRankError,
+    StepSampler,
+    TokenBudgetSampler,
+    build_loader,
+)
 from evenstep.nodes import HostPrefetch, MetadataGather, Packer, PayloadAllToAll, Planner, SamplerReader
 from evenstep.packing import collate_rows, pack_text
 from evenstep.testing import SimulatedWorld, assert_same
@@ -68,7 +76,11 @@ def test_a_global_batch_that_the_mesh_does_not_divide_is_refused_on_every_rank()
     ("change", "error", "message"),
     [
         ({"config": {"seq_len": 4}}, TypeError, "config is dict {'seq_len': 4}, expected a LoaderConfig"),
-        ({"dataset": DATA[:-1]}, ValueError, "the sampler was made for 200 samples, the dataset has 199"),
+        (
+            {"dataset": DATA[:-1]},
+            ValueError,
+            "the sampler was made for 200 samples, the dataset has 199: samples would be missing or out of range. Build the sampler with 199 samples.",
+        ),
         ({"dataset": []}, ValueError, "the dataset is empty: there is nothing to train on"),
         ({"dataset": None}, ValueError, "dataset=None, but rank 0 reads samples; pass the dataset here"),
         ({"pack": 3}, TypeError, "pack is 3, expected a function"),
@@ -78,6 +90,38 @@ def test_a_global_batch_that_the_mesh_does_not_divide_is_refused_on_every_rank()
             "metadata column 'tokens' has shape (200,) and dtype float64, expected one integer per sample",
         ),
         ({"start": {"epoch": 1}}, TypeError, "start is {'epoch': 1}, expected an evenstep.Cursor"),
+        (
+            {"mesh": 2},
+            TypeError,
+            "mesh must be a DeviceMesh over the whole world, a ready DataPlane, or None for one process, but is 2 (int). "
+            "Make one with init_device_mesh('cpu', (world_size,), mesh_dim_names=('dp',)).",
+        ),
+        (
+            {"dataset": sampler},
+            TypeError,
+            "dataset must have dataset[index], because the sampler names samples by their index, but is the function "
+            "sampler. Pass the dataset that it makes, or leave sampler out for a dataset that makes its own "
+            "steps.",
+        ),
+        (
+            {"dataset": list},
+            TypeError,
+            "dataset must have dataset[index], because the sampler names samples by their index, but is the class "
+            "list. Pass the dataset that it makes, or leave sampler out for a dataset that makes its own steps.",
+        ),
+        (
+            {"sampler": DATA[:1] * 200},
+            TypeError,
+            "sampler must be a StepSampler, TokenBudgetSampler or another object with step_at(cursor), start() and "
+            "rows_per_step, or None for a dataset that makes its own steps, but is [{'input_ids': tensor([], "
+            "dtype=torch.int64)}, {'input_ids': tensor([], dtype... (list)",
+        ),
+        (
+            {"config": LoaderConfig(seq_len=32)},
+            ValueError,
+            "the sampler fills rows of seq_len=64 tokens, the rows of the loader hold seq_len=32: its steps would not "
+            "fit. Give TokenBudgetSampler and LoaderConfig the same seq_len.",
+        ),
     ],
 )
 def test_bad_input_is_refused_when_the_loader_is_built(
@@ -90,8 +134,60 @@ def test_bad_input_is_refused_when_the_loader_is_built(
         "sampler": sampler(),
         **change,
     }
-    with pytest.raises(error, match="^" + re.escape(message)):
+    with pytest.raises(error) as caught:
         build_loader(**arguments)
+    assert str(caught.value) == message
+
+
+def test_looser_rows_than_the_samplers_and_free_rows_are_fine() -> None:
+    for change in ({"seq_len": 65}, {"seq_len": 61, "accumulation_steps": "auto"}):
+        config = LoaderConfig(**{"host_prefetch": 0, **change})  # type: ignore[arg-type]
+        with build_loader(DATA, None, config, sampler=sampler()) as loader:
+            assert next(loader)["info"].num_tokens > 0
+
+
+def test_accumulation_steps_that_are_no_number_name_what_else_there_is() -> None:
+    message = "accumulation_steps='Auto' (str), expected an integer, 'auto' or None"
+    with pytest.raises(TypeError, match="^" + re.escape(message) + "$"):
+        LoaderConfig(seq_len=64, accumulation_steps="Auto")
+
+
+def test_an_accelerator_that_is_not_there_is_refused_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+
+    def build(plane: DataPlane) -> None:
+        build_loader(DATA, plane, CONFIG, sampler=sampler(), device="cuda:1")
+
+    for outcome in SimulatedWorld(2).outcomes(build):
+        assert isinstance(outcome, ValueError)
+        assert str(outcome) == (
+            "device='cuda:1', but torch finds 1 'cuda' devices in this process: no batch could be put there. Check the "
+            "driver, the build of torch and the devices that are visible, or pass device='cpu'."
+        )
+
+
+@pytest.mark.parametrize(
+    ("other", "field", "values"),
+    [
+        ({"seed": 6}, "sampler.seed", (5, 6)),
+        ({"rows_per_step": 4}, "sampler.global_batch_size", (8, 4)),
+        ({"order": "sequential"}, "sampler.order", ("'shuffled'", "'sequential'")),
+    ],
+)
+def test_samplers_that_differ_between_ranks_are_told_by_the_field(
+    other: dict[str, Any], field: str, values: tuple[Any, Any]
+) -> None:
+    def build(plane: DataPlane) -> None:
+        arguments: dict[str, Any] = {"rows_per_step": 8, "seq_len": 64, "seed": 5}
+        chosen = TokenBudgetSampler(LENGTHS, **arguments | (other if plane.topology.rank else {}))
+        build_loader(DATA, plane, CONFIG, sampler=chosen)
+
+    for outcome in SimulatedWorld(2).outcomes(build):
+        assert isinstance(outcome, ConfigMismatch)
+        assert str(outcome) == (
+            f"{field} differs between ranks: rank 0 has {values[0]}, ranks [1] have {values[1]}: their plans and "
+            f"collectives would not fit together. Give every rank the same {field}."
+        )
 
 
 def test_an_argument_that_is_wrong_on_one_rank_is_told_on_all() -> None:

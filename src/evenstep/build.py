@@ -39,6 +39,7 @@ from evenstep.nodes.known import KnownMetadata, known_metadata
 from evenstep.packing import Shard, collate_rows, pack_text, padding_of, with_oversized
 from evenstep.request import Request
 from evenstep.sampling import LocalStepSource, Sampler
+from evenstep.shown import shown
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -101,7 +102,7 @@ def build_loader(
         ConfigMismatch: Ranks were given different configurations.
     """
     if not isinstance(config, LoaderConfig):
-        raise TypeError(f"config is {type(config).__name__} {config!r}, expected a LoaderConfig")
+        raise TypeError(f"config is {type(config).__name__} {shown(config)}, expected a LoaderConfig")
     where = _device(device, config)
     plane = mesh if isinstance(mesh, DataPlane) else _plane(mesh, config, where)
     request = Request(

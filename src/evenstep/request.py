@@ -10,6 +10,7 @@ import torch
 
 from evenstep.comm.batch_spec import BatchSpec
 from evenstep.comm.codec import Codec
+from evenstep.comm.groups import check_device
 from evenstep.config import LoaderConfig
 from evenstep.cost import DEFAULT_COST, CostModel, describe_cost
 from evenstep.cost.model import check_model
@@ -17,6 +18,7 @@ from evenstep.cursor import Cursor
 from evenstep.nodes.balance import Balance
 from evenstep.packing import Shard
 from evenstep.sampling import LocalStepSource, Sampler
+from evenstep.shown import shown
 from evenstep.topology import Topology
 
 __all__ = ["Request"]
@@ -53,7 +55,7 @@ class Request:
         return {
             **self.config.to_dict(),
             "cost": describe_cost(DEFAULT_COST if self.cost is None else self.cost),
-            "sampler": self._describe_steps(),
+            **self._describe_steps(),
             "start": repr(self.start),
             "allow_changed_dataset": repr(self.allow_changed_dataset),
             "metadata": "known ahead" if self.metadata is not None else "read",
@@ -63,15 +65,15 @@ class Request:
             "batch_spec": repr(self.batch_spec),
         }
 
-    def _describe_steps(self) -> str:
-        """Who makes the steps."""
+    def _describe_steps(self) -> dict[str, str]:
+        """Who makes the steps, and the identity of the stream, each field for itself."""
         sampler = self.sampler
         if sampler is None:
-            return "external source"
-        told = f"{type(sampler).__name__} {sampler.start().to_dict()}"
-        return (
-            told if isinstance(sampler, LocalStepSource) else f"{told}, {sampler.rows_per_step} rows a step"
-        )
+            return {"sampler": "external source"}
+        told = {"sampler": type(sampler).__name__}
+        if not isinstance(sampler, LocalStepSource):
+            told["sampler.rows_per_step"] = repr(sampler.rows_per_step)
+        return told | {f"sampler.{name}": repr(value) for name, value in sampler.start().to_dict().items()}
 
     def check(self, topology: Topology) -> None:
         """Refuse what does not fit together, or not this rank.
@@ -81,29 +83,37 @@ class Request:
         """
         self._check_types()
         self._check_combinations(topology)
+        check_device(self.device)
         if isinstance(self.sampler, Sampler):
             _check_size(self.dataset, self.sampler)
 
     def _check_types(self) -> None:
         if self.sampler is not None and not isinstance(self.sampler, (Sampler, LocalStepSource)):
             raise TypeError(
-                f"sampler is {self.sampler!r}, expected a StepSampler, TokenBudgetSampler or another object with "
-                "step_at(cursor), start() and rows_per_step; or None for a dataset that makes its own steps"
+                "sampler must be a StepSampler, TokenBudgetSampler or another object with step_at(cursor), start() "
+                "and rows_per_step, or None for a dataset that makes its own steps, but is "
+                f"{shown(self.sampler)} ({type(self.sampler).__name__})"
+            )
+        if self.sampler is not None and self.dataset is not None and not _has_index(self.dataset):
+            raise TypeError(
+                "dataset must have dataset[index], because the sampler names samples by their index, but is "
+                f"{shown(self.dataset)}. Pass the dataset that it makes, or leave "
+                "sampler out for a dataset that makes its own steps."
             )
         for name in ("pack", "collate"):
             if not callable(getattr(self, name)):
-                raise TypeError(f"{name} is {getattr(self, name)!r}, expected a function")
+                raise TypeError(f"{name} is {shown(getattr(self, name))}, expected a function")
         for name, what in (("metadata_fn", "a sample"), ("explode", "a sample"), ("on_balance", "a Balance")):
             if getattr(self, name) is not None and not callable(getattr(self, name)):
-                raise TypeError(f"{name} is {getattr(self, name)!r}, expected a function of {what}")
+                raise TypeError(f"{name} is {shown(getattr(self, name))}, expected a function of {what}")
         if self.batch_spec is not None and not isinstance(self.batch_spec, BatchSpec):
-            raise TypeError(f"batch_spec is {self.batch_spec!r}, expected a BatchSpec")
+            raise TypeError(f"batch_spec is {shown(self.batch_spec)}, expected a BatchSpec")
         if self.cost is not None:
             check_model("cost", self.cost)
         if self.start is not None and not isinstance(self.start, Cursor):
-            raise TypeError(f"start is {self.start!r}, expected an evenstep.Cursor")
+            raise TypeError(f"start is {shown(self.start)}, expected an evenstep.Cursor")
         if not isinstance(self.allow_changed_dataset, bool):
-            raise TypeError(f"allow_changed_dataset is {self.allow_changed_dataset!r}, expected a bool")
+            raise TypeError(f"allow_changed_dataset is {shown(self.allow_changed_dataset)}, expected a bool")
 
     def _check_combinations(self, topology: Topology) -> None:
         config = self.config
@@ -116,6 +126,12 @@ class Request:
             raise ValueError(
                 "explode with repack=True needs the documents of each sample before planning, which metadata does not "
                 "give: choose repack=False to keep the rows whole, or leave metadata out"
+            )
+        rows_of = getattr(self.sampler, "seq_len", config.seq_len)
+        if config.accumulation_steps != "auto" and rows_of > config.seq_len:
+            raise ValueError(
+                f"the sampler fills rows of seq_len={rows_of} tokens, the rows of the loader hold seq_len="
+                f"{config.seq_len}: its steps would not fit. Give TokenBudgetSampler and LoaderConfig the same seq_len."
             )
         groups = topology.dp_size // topology.balance_group_size
         if groups > 1 and (config.accumulation_steps == "auto" or config.resume == "micro_batch"):
@@ -139,6 +155,12 @@ class Request:
         return next(
             (f for f in ("backend", "payload_backend") if getattr(self.config, f) not in (None, "gloo")), None
         )
+
+
+def _has_index(dataset: Any) -> bool:
+    """A class has the methods of its datasets, but no samples."""
+    reads = hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__")
+    return reads and not isinstance(dataset, type)
 
 
 def _check_size(dataset: Any, sampler: Sampler) -> None:

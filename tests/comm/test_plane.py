@@ -120,6 +120,8 @@ def builds(rank: int) -> dict[str, Any]:
         "nccl": refused(mesh, backend="nccl"),
         "payload": refused(mesh, payload_backend="hccl"),
         "unknown": refused(mesh, backend="mpi"),
+        "no mesh": refused(2 if rank == 1 else mesh),  # type: ignore[arg-type]
+        "no device": refused(mesh, device="cuda:99" if rank == 3 else "cpu"),
         "on one rank": refused(mesh, reader_ranks=(7,) if rank == 2 else None),
         "differs": refused(mesh, balance_group_size=1 if rank == 3 else None),
     }
@@ -160,6 +162,25 @@ def test_what_cannot_work_is_refused_on_every_rank(built: list[dict[str, Any]]) 
             "would fail. Pass device='npu', or payload_backend='gloo'."
         )
         assert outcomes["unknown"] == "ValueError: backend='mpi', expected one of ['gloo', 'hccl', 'nccl']"
+        told = (
+            "mesh must be a DeviceMesh over the whole world, a ready DataPlane, or None for one process, but is 2 (int). "
+            "Make one with init_device_mesh('cpu', (world_size,), mesh_dim_names=('dp',))."
+        )
+        assert outcomes["no mesh"] == (
+            f"TypeError: {told}"
+            if rank == 1
+            else f"RemoteRankError: rank 1 could not build its loader: TypeError: {told}"
+        )
+        told = (
+            f"device='cuda:99', but torch finds {torch.cuda.device_count()} 'cuda' devices in this process: no batch "
+            "could be put there. Check the driver, the build of torch and the devices that are visible, or pass "
+            "device='cpu'."
+        )
+        assert outcomes["no device"] == (
+            f"ValueError: {told}"
+            if rank == 3
+            else f"RemoteRankError: rank 3 could not build its loader: ValueError: {told}"
+        )
         told = "reader_ranks=(7,): expected at least one rank, each once, each of the 4 ranks of the mesh; unknown: [7]"
         assert outcomes["on one rank"] == (
             f"ValueError: {told}"

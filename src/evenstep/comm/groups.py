@@ -13,7 +13,7 @@ from evenstep.comm.communicator import Communicator, SoloCommunicator
 from evenstep.comm.process_group import ProcessGroupCommunicator
 from evenstep.topology import Topology
 
-__all__ = ["Groups", "check_backend", "create_groups", "world_communicator"]
+__all__ = ["Groups", "check_backend", "check_device", "create_groups", "world_communicator"]
 
 _DEVICE_OF = {"gloo": "cpu", "nccl": "cuda", "hccl": "npu"}
 
@@ -45,6 +45,25 @@ def check_backend(backend: str, device: torch.device, field: str) -> None:
         raise ValueError(
             f"{field}={backend!r} moves tensors of {needed!r} devices but device is {str(device)!r}: its collectives "
             f"would fail. Pass device={needed!r}, or {field}='gloo'."
+        )
+
+
+def check_device(device: torch.device) -> None:
+    """Refuse an accelerator that this process has not.
+
+    Raises:
+        ValueError: torch finds no such device.
+    """
+    if device.type in ("cpu", "meta"):
+        return
+    try:
+        found = torch.get_device_module(device).device_count()
+    except (RuntimeError, AttributeError):  # this torch was built without it
+        found = 0
+    if (device.index or 0) >= found:
+        raise ValueError(
+            f"device={str(device)!r}, but torch finds {found} {device.type!r} devices in this process: no batch could "
+            "be put there. Check the driver, the build of torch and the devices that are visible, or pass device='cpu'."
         )
 
 

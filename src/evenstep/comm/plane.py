@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 
 from evenstep.comm.communicator import Communicator, Launcher, SoloCommunicator
-from evenstep.comm.groups import Groups, check_backend, create_groups, world_communicator
+from evenstep.comm.groups import Groups, check_backend, check_device, create_groups, world_communicator
 from evenstep.comm.rounds import Rounds, gather_bytes
 from evenstep.errors import ConfigMismatch, RemoteRankError
+from evenstep.shown import shown
 from evenstep.topology import Topology
 
 if TYPE_CHECKING:
@@ -98,8 +99,10 @@ class DataPlane:
         """
         if mesh is None:
             return cls.single()
+        is_mesh = callable(getattr(mesh, "size", None))
+        unfit = None if is_mesh else _no_mesh(mesh)
         if not dist.is_initialized():
-            raise RuntimeError(
+            raise unfit or RuntimeError(
                 f"the mesh has {mesh.size()} ranks but torch.distributed is not initialised, so they cannot talk; "
                 "call torch.distributed.init_process_group() first"
             )
@@ -119,13 +122,16 @@ class DataPlane:
 
         topology, problem = None, None
         try:
+            if unfit is not None:
+                raise unfit
+            check_device(where)
             check_backend(backend, where, "backend")
             check_backend(payload_backend or backend, where, "payload_backend")
             topology = roles(None if balance_group_size == "node" else balance_group_size)  # type: ignore[arg-type]  # refused there
         except Exception as error:
             problem = error
         told = {
-            "mesh": f"{tuple(mesh.shape)} {mesh.mesh_dim_names}",
+            "mesh": f"{tuple(mesh.shape)} {mesh.mesh_dim_names}" if unfit is None else "",
             "roles": ""
             if topology is None
             else repr((topology.replicas, topology.readers, topology.planners)),
@@ -186,6 +192,14 @@ class DataPlane:
         """Stop waiting for anybody, in any thread, now and later."""
         for communicator in self._communicators:
             communicator.abandon()
+
+
+def _no_mesh(mesh: object) -> TypeError:
+    return TypeError(
+        "mesh must be a DeviceMesh over the whole world, a ready DataPlane, or None for one process, but is "
+        f"{shown(mesh)} ({type(mesh).__name__}). Make one with init_device_mesh('cpu', (world_size,), "
+        "mesh_dim_names=('dp',))."
+    )
 
 
 def leave(rounds: Rounds | None, communicators: Sequence[Communicator], grace: float) -> None:
