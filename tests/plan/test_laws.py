@@ -24,6 +24,11 @@ def _score(plan: Plan, objective: Objective) -> float:
     return objective.score(plan.loads)
 
 
+def _leaves_rows_empty(case: Any) -> bool:
+    """Whether the reference breaks a law of plans itself, so that keeping it means to fill its rows."""
+    return len(case.tokens) >= case.num_rows and len(np.unique(case.reference)) < case.num_rows
+
+
 def _bound(case: Any, objective: Objective) -> float:
     return lower_bound(
         case.tokens,
@@ -60,7 +65,8 @@ def test_bound_is_below_the_plan_and_the_plan_below_the_reference(cases: Callabl
     def law(case: Any, objective: Objective) -> None:
         plan = plan_window(**case.arguments(objective=objective))
         kept = plan_window(**case.arguments(objective=objective, min_gain=1e9))
-        np.testing.assert_array_equal(kept.assignment, case.reference)
+        if not _leaves_rows_empty(case):
+            np.testing.assert_array_equal(kept.assignment, case.reference)
         bound, score, original = _bound(case, objective), _score(plan, objective), _score(kept, objective)
         assert bound <= score * (1 + 1e-9)
         assert score <= original * (1 + 1e-9)
@@ -87,7 +93,7 @@ def test_rows_are_filled_while_there_are_samples(cases: Callable[..., Any]) -> N
     def law(case: Any, algorithm: str, objective: Objective) -> None:
         arguments = case.arguments(algorithm=algorithm, objective=objective)
         plan = plan_window(**arguments)
-        if plan.decision.algorithm != "reference" and len(case.tokens) >= case.num_rows:
+        if len(case.tokens) >= case.num_rows:
             assert len(np.unique(plan.assignment)) == case.num_rows
 
     law()
@@ -103,7 +109,7 @@ def test_the_gate_is_monotone(cases: Callable[..., Any]) -> None:
         for gain, plan in zip(gains, plans, strict=True):
             assert plan.decision.gain == plans[0].decision.gain
             assert (plan.decision.algorithm != "reference") == (plan.decision.gain > gain)
-            if plan.decision.algorithm == "reference":
+            if plan.decision.algorithm == "reference" and not _leaves_rows_empty(case):
                 np.testing.assert_array_equal(plan.assignment, case.reference)
                 assert plan.decision.moved_samples == 0
 

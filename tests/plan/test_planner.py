@@ -138,6 +138,13 @@ def test_the_gate_says_what_it_refused() -> None:
     assert sum_of_makespans(taken.loads) == 80.0
 
 
+def test_a_kept_reference_leaves_no_row_empty_either() -> None:
+    plan = _plan([10, 10, 10, 10], reference=[0, 0, 0, 0], dp_size=2, micro_batches=1, min_gain=0.99)
+    assert plan.decision.algorithm == "reference"
+    assert plan.decision.reason.endswith(" 1 samples went into rows that it left empty.")
+    assert sorted(plan.assignment.tolist()) == [0, 0, 0, 1]
+
+
 def test_a_broken_reference_is_not_kept() -> None:
     plan = _plan([60, 60, 30], reference=[0, 0, 1], min_gain=0.9)
     assert plan.decision.algorithm != "reference"

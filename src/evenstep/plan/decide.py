@@ -13,6 +13,7 @@ from evenstep.plan.matching import match_holders
 from evenstep.plan.plan import Decision
 from evenstep.plan.portfolio import run_portfolio
 from evenstep.plan.problem import Int, Problem
+from evenstep.plan.repair import fill_empty_rows
 from evenstep.plan.window import Window
 
 __all__ = ["decide"]
@@ -38,7 +39,11 @@ def decide(
         gain = (original - scores[best]) / original
     kept = _keep(problem, best, gain, min_gain)
     if kept is not None and problem.reference is not None:
-        name, row, reason = "reference", problem.reference, kept
+        name, row, reason = "reference", problem.reference.copy(), kept
+        fill_empty_rows(problem, row)
+        filled = int((row != problem.reference).sum())
+        if filled:
+            reason += f" {filled} samples went into rows that it left empty."
     elif best is None:
         raise _nothing_fits(window, problem, failures)
     else:
