@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,13 @@ class Dataset:
 
 def make():
     return Dataset()
+
+class Sized(Dataset):
+    pass
+
+class Rooted(Dataset):
+    def __init__(self, root):
+        pass
 
 def letters(sample):
     return len(sample["name"])
@@ -107,9 +115,18 @@ def test_an_unfinished_scan_of_another_dataset_is_refused(tmp_path: Path) -> Non
     with part.open("wb") as file:
         np.save(file, np.full(7, -1))
     message = (
-        f"{part} is an unfinished scan of (7,) samples, the dataset has 3000: it is of another dataset. Delete it to "
+        f"{part} is an unfinished scan of 7 samples, the dataset has 3000: it is of another dataset. Delete it to "
         "begin again."
     )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        scan_lengths(Dataset(), tmp_path / "lengths.npy")
+
+
+def test_a_part_file_of_something_else_is_refused(tmp_path: Path) -> None:
+    part = tmp_path / "lengths.npy.part"
+    with part.open("wb") as file:
+        np.save(file, np.zeros((3000, 2)))
+    message = f"{part} is no unfinished scan, the dataset has 3000: it is of another dataset. Delete it to begin again."
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         scan_lengths(Dataset(), tmp_path / "lengths.npy")
 
@@ -126,7 +143,7 @@ def test_a_stream_cannot_be_scanned(tmp_path: Path) -> None:
         scan_lengths(iter([]), tmp_path / "a.npy")
 
 
-@pytest.mark.parametrize("name", ["dataset", "make", "Dataset"])
+@pytest.mark.parametrize("name", ["dataset", "make", "Dataset", "Sized"])
 def test_the_command_imports_and_scans(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -151,6 +168,20 @@ def test_the_command_imports_and_scans(
         f"{int((expected == 0).sum())} empty; "
     )
     assert out.startswith(told)
+
+
+def test_a_class_that_needs_arguments_is_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = f"scanned_rooted_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{module}.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", ["", *sys.path])
+    assert main(["lengths", f"{module}:Rooted", "-o", "out.npy"]) == 1
+    assert capsys.readouterr().err == (
+        f"evenstep lengths: {module}:Rooted is the class Rooted, which cannot be called without arguments (missing a "
+        "required argument: 'root'): name a dataset, or a function without arguments that returns one\n"
+    )
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from evenstep.nodes.describe import Describer
 from evenstep.nodes.fetch import Fetcher, InlineFetcher, Pending, ThreadFetcher, Unreadable
 from evenstep.nodes.sample_seed import SeedKey
 from evenstep.nodes.worker_processes import ProcessFetcher
+from evenstep.shown import shown
 
 __all__ = ["add_arguments", "run", "scan_lengths"]
 
@@ -36,7 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Interrupted, it goes on where it stopped."
     )
     parser.add_argument(
-        "dataset", metavar="MODULE:NAME", help="a dataset, or a function without arguments that returns one"
+        "dataset",
+        metavar="MODULE:NAME",
+        help="a dataset, or a function or class without arguments that makes one",
     )
     parser.add_argument(
         "-o", "--output", type=Path, required=True, metavar="FILE.npy", help="where lengths go"
@@ -67,8 +71,8 @@ def run(args: argparse.Namespace) -> int:
     begin = time.perf_counter()
     try:
         dataset: Any = _import(args.dataset)
-        if not hasattr(dataset, "__getitem__") and callable(dataset):
-            dataset = dataset()
+        if isinstance(dataset, type) or (not hasattr(dataset, "__getitem__") and callable(dataset)):
+            dataset = _called(dataset, args.dataset)
         metadata_fn: Any = None if args.metadata_fn is None else _import(args.metadata_fn)
         lengths = scan_lengths(
             dataset,
@@ -197,11 +201,27 @@ def _open_part(path: Path, size: int) -> np.memmap[Any, np.dtype[np.int64]]:
         return created
     mapped: np.memmap[Any, np.dtype[np.int64]] = np.lib.format.open_memmap(path, mode="r+")
     if mapped.shape != (size,) or mapped.dtype != np.int64:
+        found = f"an unfinished scan of {len(mapped)} samples"
+        if mapped.ndim != 1 or mapped.dtype != np.int64:
+            found = "no unfinished scan"
         raise ValueError(
-            f"{path} is an unfinished scan of {mapped.shape} samples, the dataset has {size}: it is of another dataset. "
-            "Delete it to begin again."
+            f"{path} is {found}, the dataset has {size}: it is of another dataset. Delete it to begin again."
         )
     return mapped
+
+
+def _called(make: Callable[[], Any], path: str) -> Any:
+    """The dataset that ``make`` makes, or what it needs, told by the name that the user knows."""
+    try:
+        signature(make).bind()
+    except TypeError as error:
+        raise TypeError(
+            f"{path} is {shown(make)}, which cannot be called without arguments ({error}): name a dataset, or a "
+            "function without arguments that returns one"
+        ) from None
+    except ValueError:  # some builtins do not tell their arguments
+        pass
+    return make()
 
 
 def _import(path: str) -> Any:
