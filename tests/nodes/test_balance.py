@@ -158,3 +158,14 @@ def test_balancing_of_local_streams_says_who_sent_what() -> None:
     assert sorted(zip(mine, others, strict=True)) == [(4, 4), (60, 60)]
     assert heard == [([1, 1], [1, 1], 2)]
     assert nothing == []
+
+
+def test_it_prints_as_scalars(corpus: Any) -> None:
+    _, last = SimulatedWorld(1).run(lambda plane: listen(plane, corpus, "online"))[0]
+    text = repr(last)
+    told = ", ".join(
+        f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value!r}"
+        for name, value in last.to_dict().items()
+    )
+    assert text == f"Balance({told})"
+    assert len(text) < 500

@@ -32,7 +32,7 @@ class RowStatistics:
     cost: npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Balance:
     """The balance of one planned window of one balance group.
 
@@ -171,6 +171,10 @@ class Balance:
             ),
         )
 
+    def __repr__(self) -> str:
+        """The scalars: the arrays of a window would fill screens."""
+        return f"Balance({', '.join(f'{name}={_short(value)}' for name, value in self.to_dict().items())})"
+
     def to_dict(self) -> dict[str, Any]:
         """Scalars for a log or a tracker."""
         return {
@@ -192,6 +196,10 @@ class Balance:
             "truncated": self.counts.truncated,
             "algorithm": self.plan.decision.algorithm,
         }
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else repr(value)
 
 
 def _spread(loads: npt.NDArray[np.float64]) -> float:
