@@ -220,3 +220,19 @@ def test_a_state_of_an_epochs_end_restores_to_that_end() -> None:
         restored.load_state_dict(end)
         assert list(restored) == []
         assert_same(list(restored), second)
+    for how in ("set_epoch", "restart_on_stop_iteration"):
+        with build_loader(DATA, None, CONFIG, sampler=sampler()) as restored:
+            restored.load_state_dict(end)
+            if how == "set_epoch":
+                restored.set_epoch(1)
+            else:
+                restored.restart_on_stop_iteration = True
+            assert_same(list(restored), second, how)
+
+
+def test_a_closed_loader_has_ended_for_good() -> None:
+    loader = build_loader(DATA, None, CONFIG, sampler=sampler())
+    next(loader)
+    loader.close()
+    assert next(iter(loader), "end") == "end"
+    assert list(loader) == []

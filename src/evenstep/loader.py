@@ -30,6 +30,7 @@ class Loader(tn.Loader[T], Generic[T]):
 
     It is its own iterator. `iter` on an unfinished epoch continues it; after the end it begins the next one. A
     state taken at an epoch's end restores to that end: the first loop over it is empty, the second is the next epoch.
+    After `close` it has ended for good: ``next`` raises StopIteration and a loop over it is empty.
 
     Args:
         root: The last node of the graph.
