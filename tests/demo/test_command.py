@@ -80,3 +80,9 @@ def test_a_corpus_that_is_too_small(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_when_the_clock_says_nothing(ranks: int, quick: bool, reason: str, tmp_path: Path) -> None:
     make = Settings.quick if quick else Settings
     assert command._why_not_timed(make(ranks=ranks, out=tmp_path)) == reason
+
+
+def test_everything_that_is_left_on_disk_is_named() -> None:
+    assert command._results(Settings(ranks=2, out=Path("there")), 61.7) == (
+        "there/: balance.png, summary.json, ledger.jsonl, checkpoint.pt, tokens/ (62 s)"
+    )

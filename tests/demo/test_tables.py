@@ -7,7 +7,7 @@ import pytest
 
 from evenstep.cost import LinearQuadraticCost
 from evenstep.demo.records import StepRecord
-from evenstep.demo.tables import corpus_table, print_heading, print_pair, print_resumed
+from evenstep.demo.tables import corpus_table, print_busy, print_heading, print_pair, print_resumed
 from evenstep.demo.tokens import TokenStore, split_documents
 
 
@@ -40,4 +40,14 @@ def test_lines_of_a_step(make_record: Callable[..., StepRecord], capsys: pytest.
         "   3  reference     3.00        50      0.667      0.667        -    25.0%   8.50000\n"
         "   3  balanced      2.00        75      1.000      1.000   100.0%    25.0%   8.50000\n"
         "   3  2 ranks       2.00        75      1.000      1.000        -    25.0%   8.50000\n"
+    )
+
+
+def test_a_busy_machine_is_told_beside_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    print_busy(0.9)
+    assert capsys.readouterr().out == ""
+    print_busy(0.62)
+    assert capsys.readouterr().out == (
+        "  this machine is busy: each rank had only 62% of a core, so that seconds and tokens/s measure other programs "
+        "too; processor time decides\n"
     )

@@ -243,7 +243,7 @@ def test_bad_settings_are_named(given_fields: dict[str, Any], error: type[Except
 def test_too_few_documents() -> None:
     message = (
         "4 ranks were skipped: a step has 8 rows with room for 16,384 tokens, and 3 documents with 30 tokens do not "
-        "fill it. Simulate fewer ranks, shorter rows or a longer file"
+        "fill it. Simulate fewer ranks (--dp-sizes), shorter rows (--seq-len) or a longer file"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         simulate(np.full(3, 10), SMALL)

@@ -95,11 +95,22 @@ def run(args: argparse.Namespace) -> int:
     seconds = time.monotonic() - begin
     write_summary(settings, pieces, comparison, resumed, checks, seconds)
     draw_balance(settings.out / "balance.png", comparison)
-    print(f"\n{settings.out}/: balance.png, summary.json, ledger.jsonl ({seconds:.0f} s)")
+    print(f"\n{_results(settings, seconds)}")
     failed = [check.name for check in checks if check.passed is False]
     if failed:
         print(f"evenstep demo: {', '.join(failed)} failed", file=sys.stderr)
     return 1 if failed else 0
+
+
+def _results(settings: Settings, seconds: float) -> str:
+    files = [
+        "balance.png",
+        "summary.json",
+        "ledger.jsonl",
+        settings.checkpoint.name,
+        f"{settings.tokens.name}/",
+    ]
+    return f"{settings.out}/: {', '.join(files)} ({seconds:.0f} s)"
 
 
 def _prepare(settings: Settings, folder: Path | None) -> Pieces:

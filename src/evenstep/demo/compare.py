@@ -8,10 +8,11 @@ import torch.distributed as dist
 
 from evenstep.cost import LinearQuadraticCost
 from evenstep.demo.calibrate import calibrate
+from evenstep.demo.checks import core_share
 from evenstep.demo.records import StepRecord
 from evenstep.demo.resume import save
 from evenstep.demo.settings import Settings
-from evenstep.demo.tables import print_heading, print_pair
+from evenstep.demo.tables import print_busy, print_heading, print_pair
 from evenstep.demo.train import Trainer, build_model, data_parallel_mesh, gather, open_loader
 
 __all__ = ["Comparison", "compare"]
@@ -63,6 +64,8 @@ def compare(settings: Settings) -> Comparison | None:
                 records.extend(gather(trainer.step(batches)))
             if first:
                 print_pair(before[-1], after[-1])
+        if first:
+            print_busy(core_share([*before, *after]))
         for _ in range(settings.resumed_steps):
             before.extend(gather(reference.step(turns[0][1])))
         given_up = settings.micro_batches // 2

@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from evenstep.cost import LinearQuadraticCost
+from evenstep.demo.checks import LEAST_CORE
 from evenstep.demo.records import StepRecord, moved_tokens
 from evenstep.demo.tokens import Pieces
 
-__all__ = ["corpus_table", "print_heading", "print_pair", "print_resumed"]
+__all__ = ["corpus_table", "print_busy", "print_heading", "print_pair", "print_resumed"]
 
 _COLUMNS = "{:>4}  {:<9}  {:>7}  {:>8}  {:>9}  {:>9}  {:>7}  {:>7}  {:>8}"
 
@@ -57,6 +58,16 @@ def print_pair(reference: StepRecord, balanced: StepRecord) -> None:
     moved = moved_tokens(reference, balanced) / int(balanced.tokens.sum())
     print(_line("reference", reference, "-"))
     print(_line("balanced", balanced, f"{moved:.1%}"), flush=True)
+
+
+def print_busy(share: float) -> None:
+    """Say which clock decides, if the ranks had too small a ``share`` of a core for the wall's."""
+    if share < LEAST_CORE:
+        print(
+            f"  this machine is busy: each rank had only {share:.0%} of a core, so that seconds and tokens/s measure "
+            "other programs too; processor time decides",
+            flush=True,
+        )
 
 
 def print_resumed(record: StepRecord) -> None:

@@ -153,7 +153,10 @@ def simulate(
                 )
                 advance(plans)
     if not outcomes:
-        raise ValueError(". ".join(skipped) + ". Simulate fewer ranks, shorter rows or a longer file")
+        raise ValueError(
+            ". ".join(skipped)
+            + ". Simulate fewer ranks (--dp-sizes), shorter rows (--seq-len) or a longer file"
+        )
     drawable = [picture for picture in pictures if picture.dp_size <= _DRAWABLE] or pictures[:1]
     return Simulation(
         settings=settings,
