@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -236,3 +237,37 @@ def test_refused_depths(depth: Any) -> None:
     message = f"depth={depth!r}, expected a number of items >= 1, or None for the next window"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         HostPrefetch(Numbers(), depth)
+
+
+@pytest.mark.parametrize("fault", [None, OSError("no such item")], ids=["end", "error"])
+def test_a_node_that_was_dropped_after_its_end_or_error_ends_its_thread(fault: Exception | None) -> None:
+    def fail(at: int) -> None:
+        if at == 5 and fault is not None:
+            raise fault
+
+    def loop() -> None:
+        node = started(Numbers(end=8, hook=fail))
+        with suppress(OSError):
+            for _ in node:
+                pass
+
+    loop()
+    gc.collect()
+    wait_until(lambda: not threads())
+
+
+def test_an_error_leads_to_the_next_epoch_on_a_new_thread() -> None:
+    broken = [True]
+
+    def fail(at: int) -> None:
+        if at == 2 and broken[0]:
+            raise OSError("once")
+
+    node = started(Numbers(end=4, hook=fail))
+    with pytest.raises(OSError, match=r"^once$"):
+        list(node)
+    wait_until(lambda: not threads())
+    broken[0] = False
+    node.reset({"at": 0, "epoch": 0})
+    assert list(node) == [0, 1, 2, 3]
+    node.close()

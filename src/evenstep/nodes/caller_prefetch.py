@@ -158,7 +158,7 @@ class _CalledProducer(Producer):
         super()._join(thread, max(0.0, deadline - time.monotonic()))
 
     def _run(self) -> None:
-        self.desk.worker = threading.current_thread()
+        self.desk.worker, self._ended = threading.current_thread(), False
         bind_thread(self._device)
         try:
             with self.desk.scope():

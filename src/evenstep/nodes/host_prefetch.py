@@ -13,7 +13,7 @@ from torchdata.nodes import BaseNode
 from evenstep.cursor import find_cursor
 from evenstep.nodes.epoch_after import epoch_after
 from evenstep.nodes.producer import Produced, Producer
-from evenstep.nodes.stage import Stage
+from evenstep.nodes.stage import Stage, met_again
 
 __all__ = ["HostPrefetch", "is_boundary"]
 
@@ -55,7 +55,7 @@ class HostPrefetch(Stage[T, T]):
             states.append(copy.deepcopy(source.state_dict()))
 
         self._producer.call(move)
-        self._state, self._ahead = states[0], False
+        self._state, self._ahead, self._stopped = states[0], False, None
 
     def get_state(self) -> dict[str, Any]:
         """The source's state at the last item handed out."""
@@ -63,12 +63,22 @@ class HostPrefetch(Stage[T, T]):
         return self._state
 
     def next(self) -> T:
-        """The next item; an error or an end, once met, is met again until `reset`."""
-        self.start()
-        produced = self._producer.get()
+        """The next item; an error or an end, once met, is met again until `reset`.
+
+        An interrupt (Ctrl-C) while it waits loses nothing: call it again.
+        """
+        if self._stopped is not None:
+            raise self._stopped
+        try:
+            self.start()
+            produced = self._producer.get()
+            if produced.error is None:
+                self._state = produced.state
+        except BaseException as error:
+            self._stopped = None if isinstance(error, Exception) else met_again(error)
+            raise
         if produced.error is not None:
-            raise produced.error  # it stays in the queue
-        self._state = produced.state
+            raise produced.error  # it stays in the queue; an end is a new one each time
         item: T = produced.item
         return item
 

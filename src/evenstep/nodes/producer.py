@@ -16,7 +16,7 @@ from typing import Any
 from torchdata.nodes import BaseNode
 
 from evenstep.comm.plane import CLOSE_GRACE, DataPlane
-from evenstep.nodes.stage import upstream
+from evenstep.nodes.stage import nothing_lost, upstream
 
 __all__ = ["Produced", "Producer"]
 
@@ -72,7 +72,7 @@ class Producer:
             if self._stop:
                 raise RuntimeError("this prefetcher has been closed and gives no more items")
             self._running = not any(produced.error for produced in self._queue)
-            if self._thread is None:
+            if self._thread is None and self._running:
                 rank = next((p.topology.rank for p in [self._plane()] if p is not None), 0)
                 self._thread = threading.Thread(
                     target=self._run, name=f"evenstep-prefetch-rank{rank}", daemon=True
@@ -91,6 +91,10 @@ class Producer:
             if first.error is None:
                 self._queue.popleft()
                 self._changed.notify_all()
+            elif isinstance(first.error, StopIteration):
+                # The traceback of one that is raised holds the frames of its loop, and with them the node whose
+                # thread, waiting for the next epoch, holds this one.
+                return Produced(first.item, first.state, StopIteration(), first.boundary)
             return first
 
     def ready(self) -> bool:
@@ -109,6 +113,7 @@ class Producer:
         Without a thread it runs here.
         """
         if not self.alive:
+            self._queue.clear()
             order()
             return
         done = threading.Event()
@@ -158,7 +163,11 @@ class Producer:
 
     def _pause(self, seconds: float | None = None) -> None:
         """Wait, at most ``seconds``, for the thread to do something; the lock is held."""
-        self._changed.wait(seconds)
+        try:
+            self._changed.wait(seconds)
+        except BaseException as error:  # Ctrl-C: only the thread takes anything from the source
+            nothing_lost(error)
+            raise
 
     def _join(self, thread: threading.Thread, seconds: float) -> None:
         """Wait, at most ``seconds``, for the thread to end."""
@@ -169,28 +178,43 @@ class Producer:
         return next((plane for plane in planes if plane is not None), None)
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                while not (self._stop or self._order or (self._running and self._has_room(self._queue))):
-                    self._changed.wait()
-                if self._stop:
-                    break
-                order, self._order = self._order, None
-                self._busy = True
-            if order is not None:
-                order()
-                result = None
-            else:
-                result = self._produce()
-            with self._changed:
-                self._busy = False
-                if result is not None and not (self._order or self._stop):
-                    self._queue.append(result)
-                    self._running = self._running and result.error is None
-                self._changed.notify_all()
-            if result is not None and result.error is not None:
-                self._leave()
+        while self._turn():
+            pass
         self._leave()
+
+    def _turn(self) -> bool:
+        """Follow an order or produce an item; whether there may be more to do."""
+        with self._changed:
+            while not (self._stop or self._order or (self._running and self._has_room(self._queue))):
+                self._changed.wait()
+            if self._stop:
+                return False
+            order, self._order = self._order, None
+            self._busy = True
+        if order is not None:
+            order()
+            result = None
+        else:
+            result = self._produce()
+        with self._changed:
+            self._busy = False
+            if result is not None and not (self._order or self._stop):
+                self._queue.append(result)
+                self._running = self._running and result.error is None
+            self._changed.notify_all()
+        if result is None or result.error is None:
+            return True
+        self._leave()
+        return isinstance(result.error, StopIteration) or not self._retire()
+
+    def _retire(self) -> bool:
+        """End the thread after an error, unless there is an order: see `get` for what it would hold for ever."""
+        with self._changed:
+            if self._order or self._stop:
+                return False
+            self._thread = None
+            self._changed.notify_all()
+            return True
 
     def _produce(self) -> Produced:
         try:
