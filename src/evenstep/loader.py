@@ -13,7 +13,7 @@ import torchdata.nodes as tn
 from evenstep.cursor import Cursor, find_cursor, next_epoch_state
 from evenstep.nodes.balance import Balance
 from evenstep.nodes.planner import Planner
-from evenstep.nodes.stage import upstream
+from evenstep.nodes.stage import Stage, call, met_again, upstream
 
 __all__ = ["Loader"]
 
@@ -36,7 +36,8 @@ class Loader(tn.Loader[T], Generic[T]):
         root: The last node of the graph.
         restart_on_stop_iteration: Let already the first loop after such a restore be the next epoch, as under the
             stock Loader: for trainers that count the epoch as done when they restore it (Lightning). May be set later.
-        on_balance: Called with the `Balance` of each window when its first batch is delivered, on the planner rank.
+        on_balance: Called with the `Balance` of each window before its first batch is delivered, on the planner rank;
+            what it raises ends the loop.
         log_balance: Log the same to the ``"evenstep"`` logger.
     """
 
@@ -71,30 +72,43 @@ class Loader(tn.Loader[T], Generic[T]):
         if (self._finished or self._has_handed_out_all()) and not self._closed:
             self._resets.append(None)
             self._finished = False
-        if self.restart_on_stop_iteration and self._loaded is not None and self._is_end(self._loaded):
-            self._go_to(next_epoch_state(self._loaded))
+        loaded = None if self._error is not None else self._loaded
+        if self.restart_on_stop_iteration and loaded is not None and self._is_end(loaded):
+            self._go_to(next_epoch_state(loaded))
         return self
 
     def __next__(self) -> T:
-        """The next batch."""
+        """The next batch.
+
+        An error, once met, is met again until a state is loaded, and `state_dict` stays where the last batch was handed
+        out: the batch that failed, also if ``on_balance`` did, is the first one after
+        ``loader.load_state_dict(loader.state_dict())``. An interrupt (Ctrl-C) inside a batch is such an error; one that
+        came while this thread waited for the prefetcher is not: the loop may simply go on.
+        """
         if self._closed or self._finished:
             raise StopIteration
         if self._error is not None:
             raise self._error
+        before = self._loaded
         try:
-            self._apply()
+            call("a reset", self._apply)
+            if before is None and isinstance(self.root, Stage):  # whose state costs nothing to take
+                before = _bare(self.root.state_dict())
             item: T = next(self.root)
+            self._loaded = None
+            if self._log_balance or self._on_balance is not None:
+                call("on_balance", self._tell_balance)
         except StopIteration:
             self._finished = True
-            raise
-        except Exception as error:
-            self._error = error  # also of a stock or foreign root, which would go on behind the failure
-            raise
-        finally:
             self._loaded = None
+            raise
+        except BaseException as error:
+            self._error = met_again(
+                error
+            )  # also of a stock or foreign root, which would go on behind the failure
+            self._loaded = before
+            raise
         self._handed_out = True
-        if self._log_balance or self._on_balance is not None:
-            self._tell_balance()
         return item
 
     def _tell_balance(self) -> None:

@@ -22,6 +22,7 @@ from evenstep.nodes.items import Counts, Place, Window
 from evenstep.nodes.layout import Layout
 from evenstep.nodes.local_streams import LocalRows, LocalStream, local_stream
 from evenstep.nodes.read import SampleReader, make_fetcher
+from evenstep.nodes.stage import call
 from evenstep.nodes.streams import check_serialisable, pass_epoch_on
 from evenstep.sampling import LocalStepSource
 
@@ -181,7 +182,7 @@ class ExternalStepReader(BaseNode[Window]):
     def _source_state(self, epoch: int) -> dict[str, Any]:
         """This rank's entry: where its stream stands, and in which epoch."""
         assert self._stream is not None
-        position = self._stream.state()
+        position = call("the source's state", self._stream.state)
         if not self._checked:
             check_serialisable(position, "state")
             self._checked = True
@@ -224,7 +225,7 @@ class ExternalStepReader(BaseNode[Window]):
         place = next(self._places, None)
         if place is None:
             place = self._next_step()
-        window = self._window(place)
+        window = call("reading", self._window, place)
         self._state = place.end_state() if not place.total else place.after(place.count, 0)
         self.counts += window.counts
         return window

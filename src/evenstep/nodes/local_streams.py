@@ -12,6 +12,7 @@ import numpy.typing as npt
 from evenstep.cursor import Cursor
 from evenstep.nodes.fetch import Fetcher
 from evenstep.nodes.sample_seed import SeedKey
+from evenstep.nodes.stage import call
 from evenstep.nodes.streams import open_stream, pass_epoch_on
 from evenstep.sampling import LocalStepSource
 
@@ -109,16 +110,19 @@ class _IndexedSteps:
         return {**state, "ended": False} if "ended" in state else state
 
     def next(self, cursor: Cursor) -> LocalRows:
-        step = self._source.local_step(cursor)
+        step = call("the batch sampler", self._source.local_step, cursor)
         if step is None:
             raise StopIteration
         indices = np.concatenate(step.micro_batches)
-        values = self._fetcher.submit(indices.tolist(), SeedKey(cursor.seed, cursor.epoch)).take(len(indices))
+        values = call("reading", self._read, indices, SeedKey(cursor.seed, cursor.epoch))
         rows: list[list[Any]] = []
         for batch in step.micro_batches:
             mine, values = values[: len(batch)], values[len(batch) :]
             rows += self._split(mine)
         return LocalRows(rows, indices, step.next_cursor)
+
+    def _read(self, indices: npt.NDArray[np.int64], key: SeedKey) -> list[Any]:
+        return self._fetcher.submit(indices.tolist(), key).take(len(indices))
 
     def _split(self, micro_batch: list[Any]) -> list[list[Any]]:
         if self._size == 1:

@@ -13,7 +13,7 @@ from evenstep.comm.broadcast import BatchBroadcast
 from evenstep.comm.communicator import Communicator
 from evenstep.device import is_accelerator, streams_of
 from evenstep.nodes.epoch_after import epoch_after
-from evenstep.nodes.stage import Stage
+from evenstep.nodes.stage import Stage, call
 
 __all__ = ["ModelBroadcast"]
 
@@ -90,7 +90,7 @@ class ModelBroadcast(Stage[Any, Any]):
         try:
             batch = next(self.source)
             self._pulled_state = self.source.state_dict()
-            prepared = self._wire.prepare(batch, self._pulled_state)
+            prepared = call("preparing a batch", self._wire.prepare, batch, self._pulled_state)
         except StopIteration:
             self._state = self._pulled_state = self.source.state_dict()
             self._wire.send_end(self._state)

@@ -8,7 +8,7 @@ from typing import Any
 from torchdata.nodes import BaseNode
 
 from evenstep.nodes.items import RoutedBatch
-from evenstep.nodes.stage import Stage
+from evenstep.nodes.stage import Stage, call
 from evenstep.packing import collate_rows, empty_row, fused, pack_text
 
 __all__ = ["Packer"]
@@ -41,14 +41,16 @@ class Packer(Stage[RoutedBatch, Any]):
         """Build the next batch."""
         routed = next(self.source)
         if self._fused is not None:
-            batch: Any = self._fused(routed.rows, routed.seq_len)
+            batch: Any = call("pack", self._fused, routed.rows, routed.seq_len)
         else:
-            batch = self._collate(self._rows(routed))
+            batch = call("collate", self._collate, self._rows(routed))
         if isinstance(batch, MutableMapping):
             batch["info"] = routed.info
         return batch
 
     def _rows(self, routed: RoutedBatch) -> list[Any]:
-        packed = [self._pack(samples, routed.seq_len) if samples else None for samples in routed.rows]
+        packed = [
+            call("pack", self._pack, samples, routed.seq_len) if samples else None for samples in routed.rows
+        ]
         like = next((row for row in packed if row is not None), None)
         return [empty_row(self._pack, routed.seq_len, like) if row is None else row for row in packed]

@@ -14,7 +14,7 @@ from evenstep.comm.plane import DataPlane
 from evenstep.config import LoaderConfig
 from evenstep.nodes.items import GatheredWindow, PlannedBatch, RoutedBatch
 from evenstep.nodes.rows import MicroBatch
-from evenstep.nodes.stage import Stage
+from evenstep.nodes.stage import Stage, call
 
 __all__ = ["PayloadAllToAll"]
 
@@ -62,7 +62,7 @@ class PayloadAllToAll(Stage[PlannedBatch, RoutedBatch]):
         exchange = self._exchanges.pop(batch.micro_batch, None)
         if exchange is not None:
             assert self.plane.rounds is not None
-            self._received.update(self.plane.rounds.pay(exchange))
+            self._received.update(call("the codec", self.plane.rounds.pay, exchange))
         mine = MicroBatch.of(batch, self.plane, self._config)
         return mine.routed([[self._take(batch.window, i) for i in row] for row in mine.rows])
 

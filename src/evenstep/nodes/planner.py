@@ -20,7 +20,7 @@ from evenstep.cursor import next_epoch_state
 from evenstep.nodes.balance import Balance
 from evenstep.nodes.items import GatheredWindow, Place, PlannedBatch
 from evenstep.nodes.metadata_gather import MetadataGather, announce
-from evenstep.nodes.stage import Stage, upstream
+from evenstep.nodes.stage import Stage, call, upstream
 from evenstep.plan import Plan, plan_window, reference_layout
 
 __all__ = ["Planner"]
@@ -89,7 +89,7 @@ class Planner(Stage[Any, PlannedBatch]):
 
     def _plan_next(self) -> list[PlannedBatch]:
         window: GatheredWindow = next(self.source) if self._gathered else self._announced()
-        shared = self._share(window)
+        shared = call("planning", self._share, window)
         place, topology = window.place, self.plane.topology
         digest = shared.digest if topology.dp_size == topology.balance_group_size else _SOME_PLAN
         count = shared.micro_batches

@@ -20,6 +20,7 @@ from evenstep.nodes.describe import EMPTY, Described, Describer, cut_documents, 
 from evenstep.nodes.fetch import Fetcher, InlineFetcher, ThreadFetcher, Unreadable
 from evenstep.nodes.items import Counts, Place, Window
 from evenstep.nodes.known import KnownMetadata
+from evenstep.nodes.stage import call
 from evenstep.nodes.worker_processes import ProcessFetcher
 from evenstep.samples import MetadataTable, SampleMetadata
 
@@ -223,7 +224,7 @@ def make_columns(
         ValueError: The cost model broke its contract.
     """
     n = len(table)
-    costs = checked_costs(cost, table)
+    costs = call("the cost model", checked_costs, cost, table)
     names = tuple(sorted(config.budgets or {}))
     missing = np.zeros(n)
     features = [np.asarray(table.features.get(name, missing), dtype=np.float64) for name in names]

@@ -21,6 +21,7 @@ from evenstep.nodes.known import KnownMetadata
 from evenstep.nodes.layout import Layout
 from evenstep.nodes.read import SampleReader, make_fetcher
 from evenstep.nodes.sample_seed import SeedKey
+from evenstep.nodes.stage import call
 from evenstep.sampling import Sampler, Step
 
 __all__ = ["SamplerReader"]
@@ -183,7 +184,7 @@ class SamplerReader(BaseNode[Window]):
                 self._ahead = self._ask()  # before this one is waited for, so that no worker ever waits
             except Exception as error:
                 self._ahead = error
-        window = self._window(asked)
+        window = call("reading", self._window, asked)
         place = window.place
         # The last window's state is the state after its step; "auto" cannot tell yet, and has one window a step.
         self._state = place.end_state() if not place.total else place.after(place.count, 0)
@@ -195,7 +196,7 @@ class SamplerReader(BaseNode[Window]):
         return dict(self._state)
 
     def _next_step(self) -> Place:
-        step = self.sampler.step_at(self._position)
+        step = call("sampler.step_at", self.sampler.step_at, self._position)
         if step is None:
             raise StopIteration
         self._check(step)
@@ -232,7 +233,7 @@ class SamplerReader(BaseNode[Window]):
             self._fetcher = make_fetcher(self.dataset, self._config, self.plane)
         mine = self._share(owner)
         key = SeedKey(place.start.seed, place.start.epoch)
-        pending = self._fetcher.submit(indices[mine].tolist(), key)
+        pending = call("reading", self._fetcher.submit, indices[mine].tolist(), key)
         return _Asked(place, indices[mine], rows[mine], order[mine], owner[mine], pending)
 
     def _window(self, asked: _Asked) -> Window:

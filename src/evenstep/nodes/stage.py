@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, ParamSpec, TypeVar
 
 from torchdata.nodes import BaseNode
 
-__all__ = ["Stage", "upstream"]
+__all__ = ["Stage", "call", "met_again", "nothing_lost", "upstream"]
 
 In = TypeVar("In")
 Out = TypeVar("Out", covariant=True)
+Args = ParamSpec("Args")
+Result = TypeVar("Result")
+
+_NOTHING_LOST = "evenstep_nothing_lost"
 
 
 class Stage(BaseNode[Out], Generic[In, Out]):
@@ -39,9 +43,9 @@ class Stage(BaseNode[Out], Generic[In, Out]):
             raise self._stopped
         try:
             return self.produce()
-        except Exception as error:
-            self._stopped = error
-            if not isinstance(error, StopIteration):
+        except BaseException as error:
+            self._stopped = met_again(error)
+            if isinstance(error, Exception) and not isinstance(error, StopIteration):
                 self._report(error)
             raise
 
@@ -64,6 +68,44 @@ class Stage(BaseNode[Out], Generic[In, Out]):
 
     def clear(self) -> None:
         """Drop what belongs to the stream that a reset leaves."""
+
+
+def call(name: str, function: Callable[Args, Result], *args: Args.args, **kwargs: Args.kwargs) -> Result:
+    """``function(*args, **kwargs)``, which is not the data's source: only that may end a stream (compare PEP 479).
+
+    Raises:
+        RuntimeError: It raised StopIteration, which a loop would take for the end of the epoch.
+    """
+    try:
+        return function(*args, **kwargs)
+    except StopIteration as error:
+        raise RuntimeError(
+            f"{name} raised StopIteration, which would end the epoch here and lose the rest of its data; only the "
+            "source of the data may. Look for a next() without a default."
+        ) from error
+
+
+def nothing_lost(error: BaseException) -> None:
+    """Mark an interrupt of a wait that took nothing: whoever it passes through can go on."""
+    error.__dict__[_NOTHING_LOST] = True
+
+
+def met_again(error: BaseException) -> Exception | None:
+    """What a node raises from now on that was left by ``error``; None if it can go on.
+
+    Where an interrupt (Ctrl-C, ``sys.exit``) broke in, what had been taken from the source is gone: going on
+    would skip it.
+    """
+    if isinstance(error, Exception):
+        return error
+    if _NOTHING_LOST in error.__dict__:
+        return None
+    stop = RuntimeError(
+        f"the loader was interrupted inside a batch ({type(error).__name__}), and going on would skip data; load the "
+        "last state to go on: loader.load_state_dict(loader.state_dict())"
+    )
+    stop.__cause__ = error
+    return stop
 
 
 def upstream(node: object) -> Iterator[object]:

@@ -12,6 +12,7 @@ from torchdata.nodes import BaseNode
 from evenstep.config import LoaderConfig
 from evenstep.errors import Infeasible, SampleError
 from evenstep.nodes.describe import Describer
+from evenstep.nodes.stage import call
 from evenstep.nodes.streams import open_stream, pass_epoch_on
 from evenstep.plan import PackingConstraints
 from evenstep.samples import SampleMetadata
@@ -138,7 +139,7 @@ class StepBuilder(BaseNode[list[list[Any]]]):
     def next(self) -> list[list[Any]]:
         """The next step."""
         if self._pulled > self._marks[-1][0]:
-            self._marks.append((self._pulled, self._stream.state()))
+            self._marks.append((self._pulled, call("the source's state", self._stream.state)))
         rows: list[list[Any]] = [[] for _ in range(self.rows)]
         room = self._room()
         waiting: list[_Waiting] = []
@@ -216,6 +217,6 @@ class StepBuilder(BaseNode[list[list[Any]]]):
         while len(self._marks) > 1 and self._marks[1][0] <= oldest:
             self._marks.pop(0)
         if oldest == self._pulled and self._marks[-1][0] < oldest:
-            self._marks = [(self._pulled, self._stream.state())]
+            self._marks = [(self._pulled, call("the source's state", self._stream.state))]
         base = self._marks[0][0]
         self._handed = {number for number in self._handed if number >= base}
