@@ -26,7 +26,7 @@ def _score(plan: Plan, objective: Objective) -> float:
 
 def _leaves_rows_empty(case: Any) -> bool:
     """Whether the reference breaks a law of plans itself, so that keeping it means to fill its rows."""
-    return len(case.tokens) >= case.num_rows and len(np.unique(case.reference)) < case.num_rows
+    return bool(len(case.tokens) >= case.num_rows > len(np.unique(case.reference)))
 
 
 def _bound(case: Any, objective: Objective) -> float:
