@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from evenstep import DataPlane, LoaderConfig, RemoteRankError, StateMismatch, build_loader
-from evenstep.nodes import ExternalStepReader, StepBuilder
+from evenstep.nodes import ExternalStepReader, PaddingRow, StepBuilder
 from evenstep.sampling import RankLocalBatchSampler
 from evenstep.testing import SimulatedWorld, assert_same
 
@@ -365,6 +365,11 @@ def test_a_corrupt_sample_of_a_stream_is_skipped_or_named(corpus: Any) -> None:
             "micro-batches.",
         ),
         (
+            [[[{"input_ids": [1]}] * 3, []]],
+            "rank 0: the external source gave 0 samples for row 1 of a step of 2 rows, expected one or more in each: an "
+            "empty row would train on padding alone. If that is meant, put evenstep.nodes.PaddingRow() there.",
+        ),
+        (
             [{"input_ids": [1]}],
             "the external source gave a dict, expected a local step: a list of rows, each a list of samples.",
         ),
@@ -377,6 +382,22 @@ def test_odd_steps_are_refused(steps: Any, message: str) -> None:
         pytest.raises(RemoteRankError, match=re.escape(message)),
     ):
         list(loader)
+
+
+def test_every_rank_hears_of_an_empty_row_and_a_row_of_padding_is_none() -> None:
+    def body(plane: DataPlane, empty: list[Any]) -> list[int]:
+        last = empty if plane.topology.rank == 1 else [{"input_ids": [3]}]
+        steps = [[[{"input_ids": [1, 2]}], [{"input_ids": [3]}]], [[{"input_ids": [4]}], last]]
+        with build_loader(steps, plane, LoaderConfig(seq_len=8)) as loader:
+            return [batch["info"].num_tokens for batch in loader]
+
+    assert sum(map(sum, SimulatedWorld(2).run(body, PaddingRow()))) == 9
+    for outcome in SimulatedWorld(2).outcomes(body, []):
+        assert outcome.rank == 1
+        assert outcome.error_message == (
+            "rank 1: the external source gave 0 samples for row 1 of a step of 2 rows, expected one or more in each: an "
+            "empty row would train on padding alone. If that is meant, put evenstep.nodes.PaddingRow() there."
+        )
 
 
 def test_a_state_that_no_checkpoint_can_hold_names_its_key() -> None:

@@ -14,6 +14,7 @@ from evenstep.nodes.external_step_reader import ExternalStepReader
 from evenstep.nodes.fetch import Fetcher, InlineFetcher, ThreadFetcher
 from evenstep.nodes.host_prefetch import HostPrefetch
 from evenstep.nodes.items import Counts, GatheredWindow, Place, PlannedBatch, RoutedBatch, Window
+from evenstep.nodes.local_streams import PaddingRow
 from evenstep.nodes.metadata_gather import MetadataGather
 from evenstep.nodes.model_broadcast import ModelBroadcast
 from evenstep.nodes.packer import Packer
@@ -41,6 +42,7 @@ __all__ = [
     "MetadataGather",
     "ModelBroadcast",
     "Packer",
+    "PaddingRow",
     "PayloadAllToAll",
     "PinMemory",
     "Place",

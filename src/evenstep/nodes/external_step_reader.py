@@ -20,7 +20,7 @@ from evenstep.errors import StateMismatch
 from evenstep.nodes.fetch import Fetcher
 from evenstep.nodes.items import Counts, Place, Window
 from evenstep.nodes.layout import Layout
-from evenstep.nodes.local_streams import LocalRows, LocalStream, local_stream
+from evenstep.nodes.local_streams import LocalRows, LocalStream, PaddingRow, local_stream
 from evenstep.nodes.read import SampleReader, make_fetcher
 from evenstep.nodes.stage import call
 from evenstep.nodes.streams import check_serialisable, pass_epoch_on
@@ -38,7 +38,8 @@ class ExternalStepReader(BaseNode[Window]):
 
     Each constructor has a stream of its own. A local step is a list of rows, each a list of samples (or one bare
     sample): ``micro_batch_size * accumulation_steps`` rows, the same number on every rank; under
-    ``accumulation_steps="auto"`` any number, whose samples are packed into as few micro-batches as fit.
+    ``accumulation_steps="auto"`` any number, whose samples are packed into as few micro-batches as fit. An empty row
+    is an error on every rank; one that is meant, at the end of a stream, is a `PaddingRow`, as `StepBuilder` gives it.
 
     Its state is the shared cursor, which counts rows, and beside it the position of this rank's stream under the
     key of its dp rank: ``"source": {"3": {"epoch": ..., "position": ...}}``. It resumes exactly, on as many dp ranks; on another number only if
@@ -238,6 +239,7 @@ class ExternalStepReader(BaseNode[Window]):
         step = self._stream.next(replace(position, micro_batch=0, plan=0))
         after = self._here = self._source_state(position.epoch)
         layout = self._resolve(step)
+        self._check_rows(step)
         position = layout.position(position, self._config.resume)
         end = step.next_cursor
         if end is None:
@@ -263,9 +265,19 @@ class ExternalStepReader(BaseNode[Window]):
         if rows != self._rows:
             raise ValueError(
                 f"the external source gave a step of {rows} rows after steps of {self._rows}: ranks would take "
-                "different numbers of micro-batches. Make steps of one size, with empty rows at the end of a stream."
+                "different numbers of micro-batches. Make steps of one size, with rows of padding "
+                "(evenstep.nodes.PaddingRow()) at the end of a stream."
             )
         return self._layout
+
+    def _check_rows(self, step: LocalRows) -> None:
+        for number, row in enumerate(step.rows):
+            if not row and not isinstance(row, PaddingRow):
+                raise ValueError(
+                    f"rank {self.plane.topology.rank}: the external source gave 0 samples for row {number} of a step of "
+                    f"{len(step.rows)} rows, expected one or more in each: an empty row would train on padding alone. "
+                    "If that is meant, put evenstep.nodes.PaddingRow() there."
+                )
 
     def _window(self, place: Place) -> Window:
         topology, size = self.plane.topology, self._config.micro_batch_size

@@ -16,7 +16,11 @@ from evenstep.nodes.stage import call
 from evenstep.nodes.streams import open_stream, pass_epoch_on
 from evenstep.sampling import LocalStepSource
 
-__all__ = ["LocalRows", "LocalStream", "local_stream"]
+__all__ = ["LocalRows", "LocalStream", "PaddingRow", "local_stream"]
+
+
+class PaddingRow(list[Any]):
+    """A row that is meant to be without samples, where a stream ends in the middle of a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +91,13 @@ class _Steps:
                 f"the external source gave a {type(step).__name__}, expected a local step: a list of rows, each a list "
                 "of samples. evenstep.nodes.StepBuilder makes steps of a stream of samples."
             )
-        return LocalRows([list(row) if isinstance(row, (list, tuple)) else [row] for row in step])
+        return LocalRows([_row(row) for row in step])
+
+
+def _row(row: Any) -> list[Any]:
+    if isinstance(row, PaddingRow):
+        return row
+    return list(row) if isinstance(row, (list, tuple)) else [row]
 
 
 class _IndexedSteps:

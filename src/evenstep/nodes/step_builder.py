@@ -12,6 +12,7 @@ from torchdata.nodes import BaseNode
 from evenstep.config import LoaderConfig
 from evenstep.errors import Infeasible, SampleError
 from evenstep.nodes.describe import Describer
+from evenstep.nodes.local_streams import PaddingRow
 from evenstep.nodes.stage import call
 from evenstep.nodes.streams import open_stream, pass_epoch_on
 from evenstep.plan import PackingConstraints
@@ -34,7 +35,8 @@ class StepBuilder(BaseNode[list[list[Any]]]):
 
     Each sample goes to the first row with room for it, in the order of the stream. One that fits nowhere waits for
     the next step, where it is placed before all younger ones; a step is complete when ``look_ahead`` samples wait.
-    So a sample moves by a step or few, and none is dropped; the last steps of a stream may have empty rows.
+    So a sample moves by a step or few, and none is dropped; the last steps of a stream may have rows
+    without samples, each a `PaddingRow`.
 
     Its state holds no payload: it is the position of the source before the oldest sample that still waits, and
     which of the samples after it have been handed out. A resume pulls those again.
@@ -165,7 +167,7 @@ class StepBuilder(BaseNode[list[list[Any]]]):
         self._waiting = waiting
         self._handed.update(placed)
         self._forget()
-        return rows
+        return [row or PaddingRow() for row in rows]
 
     def _pull(self) -> _Waiting | None:
         if self._ended:
