@@ -8,6 +8,7 @@ import re
 import signal
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from evenstep.nodes import (
 from evenstep.nodes.fetch import Unreadable
 from evenstep.nodes.sample_seed import SeedKey
 from evenstep.nodes.worker_message import pack_message, unpack_message
+from evenstep.nodes.worker_processes import _explain
 from evenstep.sampling import sample_seed
 from evenstep.testing import SimulatedWorld, assert_same
 
@@ -289,3 +291,96 @@ def test_the_next_window_is_read_while_this_one_is_used() -> None:
     assert len(read) == 8
     assert reader.state_dict()["consumed_samples"] == 4
     reader.close()
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [({"dp": 2}, {"reader_ranks": (0,)}), ({"dp": 2, "tp": 2}, {"planner_rank": 1})],
+)
+def test_ranks_that_read_nothing_need_no_dataset(mesh: dict[str, int], options: dict[str, Any]) -> None:
+    class Plain:
+        def __len__(self) -> int:
+            return 12
+
+        def __getitem__(self, index: int) -> Any:
+            return {"input_ids": torch.arange(4)}
+
+    world = SimulatedWorld(mesh, **options)
+    assert any(t.in_data_plane and not t.is_reader for t in world.topologies)
+
+    def rank(plane: DataPlane) -> int:
+        dataset = Plain() if plane.topology.is_reader else None
+        config = LoaderConfig(seq_len=8, **options)
+        sampler = StepSampler(12, global_batch_size=4)
+        return sum(1 for _ in build_loader(dataset, plane, config, sampler=sampler))
+
+    assert world.run(rank) == [6] * world.size
+
+
+class Leaving:
+    """Raises what ends a process at one index."""
+
+    def __init__(self, error: BaseException | None) -> None:
+        self.error = error
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 5:
+            if self.error is None:
+                os._exit(3)
+            raise self.error
+        return {"input_ids": torch.arange(4)}
+
+
+class LeavingTogether(Leaving):
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices]
+
+
+@pytest.mark.parametrize("kind", [Leaving, LeavingTogether])
+@pytest.mark.parametrize("error", [KeyboardInterrupt("now"), SystemExit("now"), GeneratorExit("now")])
+def test_what_would_end_a_worker_process_names_its_sample(error: BaseException, kind: type[Leaving]) -> None:
+    fetcher = ProcessFetcher(kind(error), 1)
+    try:
+        values = fetcher.submit(range(16), SeedKey(0, 0)).take(16)
+    finally:
+        fetcher.close()
+    assert [k for k, value in enumerate(values) if isinstance(value, Unreadable)] == [5]
+    assert str(values[5].error) == (
+        f"the dataset raised {type(error).__name__}('now'), which would end a worker process"
+    )
+
+
+def test_a_worker_that_leaves_is_named_with_its_exit_code() -> None:
+    fetcher = ProcessFetcher(Leaving(None), 1)
+    try:
+        with pytest.raises(RuntimeError, match=r"that reads samples died with exit code 3, "):
+            fetcher.submit(range(16), SeedKey(0, 0)).take(16)
+    finally:
+        fetcher.close()
+
+
+def test_a_connection_that_breaks_before_its_process_is_dead_is_told_as_the_death() -> None:
+    class Worker:
+        """Closes its pipe at once, and can be asked for its exit code a while later, as a process that ends."""
+
+        pid, exitcode = 7, 3
+
+        def __init__(self) -> None:
+            self.sentinel, writer = os.pipe()
+            os.close(writer)
+            self.dead = False
+
+        def is_alive(self) -> bool:
+            return not self.dead
+
+        def join(self, timeout: float) -> None:
+            self.dead = timeout > 0
+
+    worker = Worker()
+    loader: Any = SimpleNamespace(_iterator=SimpleNamespace(_workers=[worker]))
+    told = str(_explain(ConnectionResetError("reset by peer"), loader))
+    os.close(worker.sentinel)
+    assert told.startswith("worker process 0 (pid 7) that reads samples died with exit code 3, ")

@@ -70,6 +70,8 @@ class Fetcher(Protocol):
 
 def fetch_samples(dataset: Any, indices: Sequence[int], key: SeedKey) -> list[Any]:
     """``dataset[i]`` for each index, by one ``__getitems__`` if there is one; `Unreadable` where that raises."""
+    if not indices:  # as on every rank that plans or builds, but reads nothing
+        return []
     if dataset is None:
         raise ValueError(
             "this rank reads samples but was built with dataset=None; pass the dataset on every reader rank"
@@ -86,8 +88,6 @@ def fetch_samples(dataset: Any, indices: Sequence[int], key: SeedKey) -> list[An
 
 def _fetch_together(dataset: Any, indices: Sequence[int]) -> list[Any] | None:
     """None if one of them cannot be read: then each is read by itself, to find which."""
-    if not indices:
-        return []
     begin_sample(None)  # there is no one sample whose seed it could ask for
     try:
         values = list(dataset.__getitems__(list(indices)))

@@ -28,6 +28,7 @@ __all__ = ["ProcessFetcher"]
 
 _PARTS = 8  # of a request for each worker: fine enough that no worker waits long for the last one
 _LARGEST_PART = 32
+_LAST_BREATH = 2.0  # seconds in which a worker whose connection broke is seen to be dead
 _PATIENCE = 5.0  # seconds that the driving thread gets to end its workers
 
 Chunk = tuple[SeedKey, list[int]]
@@ -128,14 +129,35 @@ class _Guarded(Dataset[Any]):
 
     def __getitems__(self, chunk: Chunk) -> list[Any]:
         key, indices = chunk
+        try:
+            return [_portable(value) for value in self._read(key, indices)]
+        except (
+            KeyboardInterrupt,
+            SystemExit,
+            GeneratorExit,
+        ):  # of the dataset: it would end the worker untold
+            return [_portable(value) for index in indices for value in self._read_one(key, index)]
+
+    def _read(self, key: SeedKey, indices: list[int]) -> list[Any]:
         if callable(getattr(self._dataset, "__getitems__", None)):
             _seed_everything(sample_seed(key.seed, key.epoch, indices[0]))
-            return [_portable(value) for value in fetch_samples(self._dataset, indices, key)]
+            return fetch_samples(self._dataset, indices, key)
         values: list[Any] = []
         for index in indices:
             _seed_everything(sample_seed(key.seed, key.epoch, index))
             values += fetch_samples(self._dataset, [index], key)
-        return [_portable(value) for value in values]
+        return values
+
+    def _read_one(self, key: SeedKey, index: int) -> list[Any]:
+        try:
+            return self._read(key, [index])
+        except (KeyboardInterrupt, SystemExit, GeneratorExit) as error:
+            told = (
+                f"the dataset raised {type(error).__name__}({str(error)!r}), which would end a worker process"
+            )
+            failed = RuntimeError(told)
+            failed.__cause__ = error
+            return [Unreadable(failed)]
 
 
 def _seed_everything(seed: int) -> None:
@@ -240,9 +262,10 @@ def _explain(error: Exception, loader: DataLoader[Any] | None) -> Exception:
     """``error``, or which worker died of what, where one did."""
     workers = getattr(getattr(loader, "_iterator", None), "_workers", [])
     # A connection breaks a moment before its process can be asked how it ended.
-    sentinels = [w.sentinel for w in workers if w.is_alive()]
-    if sentinels and isinstance(error, (OSError, EOFError)):
-        wait(sentinels, timeout=1.0)
+    alive = {w.sentinel: w for w in workers if w.is_alive()}
+    if len(alive) == len(workers) > 0 and isinstance(error, (OSError, EOFError)):
+        for sentinel in wait(list(alive), timeout=_LAST_BREATH):
+            alive[sentinel].join(_LAST_BREATH)  # its pipe closes before its exit code is there
     dead = [(number, w.pid, w.exitcode) for number, w in enumerate(workers) if not w.is_alive()]
     if not dead:
         return error
