@@ -361,3 +361,34 @@ def test_truncated_samples_are_planned_and_read_as_cut(corpus: Any) -> None:
 
     world = SimulatedWorld(2)
     assert_same(world.run(rank, True), world.run(rank, False))
+
+
+class Short:
+    """Samples that tell no length, one of them oversized and one unreadable."""
+
+    lengths = (30, 6, 7, 8)
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 2:
+            raise OSError("no such block")
+        return {"text": torch.arange(self.lengths[index])}
+
+
+def test_what_is_left_of_a_batch_is_counted_as_planned() -> None:
+    config = LoaderConfig(seq_len=20, micro_batch_size=4, oversized="truncate", on_sample_error="skip")
+    loader = build_loader(
+        Short(),
+        None,
+        config,
+        sampler=StepSampler(4, global_batch_size=4, order="sequential"),
+        metadata={"tokens": Short.lengths, "loss_tokens": [29, 5, 6, 3]},
+        metadata_fn=lambda sample: len(sample["text"]),
+        pack=lambda samples, _seq_len: [len(sample["text"]) for sample in samples],
+        collate=lambda rows: {"rows": rows},
+    )
+    info = next(loader)["info"]
+    assert (info.num_samples, info.num_tokens, info.num_padding) == (3, 20 + 6 + 8, 80 - 34)
+    assert (info.num_loss_tokens, info.step_loss_tokens) == (19 + 5 + 3, None)

@@ -120,15 +120,18 @@ class PlannedReader(Stage[PlannedBatch, RoutedBatch]):
         if self._looks_ahead and batch.micro_batch == batch.window.place.count - 1:
             self._look_ahead()
         mine = asked.planned.pop(batch.micro_batch)
-        left_out, rows = 0, []
+        kept: list[int] = []
+        rows: list[list[Any]] = []
         for row in mine.rows:
             values = asked.pending.take(len(row))
-            kept = [self._checked(batch, i, value) for i, value in zip(row, values, strict=True)]
-            rows.append([value for value in kept if not isinstance(value, Unreadable)])
-            left_out += len(row) - len(rows[-1])
+            checked = [self._checked(batch, i, value) for i, value in zip(row, values, strict=True)]
+            readable = [k for k, value in enumerate(checked) if not isinstance(value, Unreadable)]
+            rows.append([checked[k] for k in readable])
+            kept += [row[k] for k in readable]
+        left_out = sum(map(len, mine.rows)) - len(kept)
         if left_out:
             self.counts += Counts(skipped=left_out)
-            mine = _without(mine, rows, self._config)
+            mine = mine.keep(batch, kept, self._config)
         return mine.routed(rows)
 
     def _pull(self) -> PlannedBatch:
@@ -187,18 +190,3 @@ class PlannedReader(Stage[PlannedBatch, RoutedBatch]):
                 index,
             )
         return value
-
-
-def _without(mine: MicroBatch, rows: list[list[Any]], config: LoaderConfig) -> MicroBatch:
-    """What the loop is told of rows from which unreadable samples are missing."""
-    tokens = sum(len(value["input_ids"]) if tells_length(value) else 0 for row in rows for value in row)
-    capacity = config.micro_batch_size * config.seq_len
-    info = replace(
-        mine.info,
-        num_samples=sum(map(len, rows)),
-        num_tokens=tokens,
-        num_padding=max(0, capacity - tokens),
-        num_loss_tokens=None,
-        step_loss_tokens=None,
-    )
-    return replace(mine, info=info)

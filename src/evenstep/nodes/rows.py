@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -54,6 +54,20 @@ class MicroBatch:
             step_loss_tokens=batch.window.step_loss_tokens,
         )
         return cls(rows, config.seq_len, info)
+
+    def keep(self, batch: PlannedBatch, samples: list[int], config: LoaderConfig) -> MicroBatch:
+        """What the loop is told where only ``samples`` (positions in the window) could be read; rows stay as planned."""
+        columns = batch.window.columns
+        tokens, loss = int(columns.tokens[samples].sum()), columns.loss_tokens[samples]
+        info = replace(
+            self.info,
+            num_samples=len(samples),
+            num_tokens=tokens,
+            num_padding=max(0, config.micro_batch_size * config.seq_len - tokens),
+            num_loss_tokens=int(loss.sum()) if (loss >= 0).all() else None,
+            step_loss_tokens=None,
+        )
+        return replace(self, info=info)
 
     def routed(self, samples: list[list[Any]]) -> RoutedBatch:
         """The rows with their payloads."""
