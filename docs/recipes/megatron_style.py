@@ -5,6 +5,7 @@ torchrun --nproc-per-node 2 docs/recipes/megatron_style.py
 
 from __future__ import annotations
 
+import functools
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -59,7 +60,7 @@ def train_datasets_provider() -> ExternalLoader:
         mesh,
         LoaderConfig(seq_len=SEQ_LEN, micro_batch_size=MICRO_BATCH),
         sampler=StepSampler(len(documents), global_batch_size=GLOBAL_BATCH, seed=7),
-        pack=lambda samples, seq_len: pack_text(samples, seq_len, shifted=True),
+        pack=functools.partial(pack_text, shifted=True),
     )
     return ExternalLoader(loader)
 

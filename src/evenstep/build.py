@@ -36,7 +36,16 @@ from evenstep.nodes import (
 )
 from evenstep.nodes.balance import Balance
 from evenstep.nodes.known import KnownMetadata, known_metadata
-from evenstep.packing import Shard, collate_rows, pack_text, padding_of, with_oversized
+from evenstep.packing import (
+    Shard,
+    collate_rows,
+    loss_counter,
+    pack_documents,
+    pack_text,
+    padding_of,
+    with_oversized,
+)
+from evenstep.packing.documents import Oversized
 from evenstep.request import Request
 from evenstep.sampling import LocalStepSource, Sampler
 from evenstep.shown import shown
@@ -194,7 +203,7 @@ def _constructed(request: Request, plane: DataPlane) -> BaseNode[Any]:
     if plane.is_constructor:
         pack = with_oversized(request.pack, config.oversized)
         if request.explode is not None and not config.repack:
-            pack = functools.partial(_pack_documents, request.explode, pack)
+            pack = functools.partial(_pack_documents, request.explode, pack, config.oversized)
         source = Packer(source, pack, request.collate)
         if request.shard is not None:
             padding, unshifted = padding_of(request.pack, request.collate)
@@ -220,6 +229,7 @@ def _reader(request: Request, plane: DataPlane, known: KnownMetadata | None) -> 
         "cost": request.cost,
         "codec": request.codec,
         "explode": request.explode,
+        "loss_tokens": loss_counter(request.pack, request.config.oversized),
         "start": request.start,
         "allow_changed_dataset": request.allow_changed_dataset,
     }
@@ -234,6 +244,11 @@ def _reader(request: Request, plane: DataPlane, known: KnownMetadata | None) -> 
 
 
 def _pack_documents(
-    explode: Callable[[Any], Iterable[Any]], pack: Callable[[Any, int], Any], samples: list[Any], seq_len: int
+    explode: Callable[[Any], Iterable[Any]],
+    pack: Callable[[Any, int], Any],
+    oversized: Oversized,
+    samples: list[Any],
+    seq_len: int,
 ) -> Any:
-    return pack([document for sample in samples for document in explode(sample)], seq_len)
+    documents = [document for sample in samples for document in explode(sample)]
+    return pack_documents(pack, oversized, documents, seq_len)

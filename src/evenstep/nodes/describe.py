@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from evenstep.config import LoaderConfig
-from evenstep.packing import count_loss_tokens
+from evenstep.packing import LossCounter, count_loss_tokens
 from evenstep.samples import SampleMetadata
 
 __all__ = ["EMPTY", "Described", "Describer", "cut_documents", "oversized_message", "tells_length"]
@@ -39,6 +39,8 @@ class Describer:
         metadata_fn: ``sample -> int | SampleMetadata``; default ``len(sample["input_ids"])``.
         explode: Where packed samples stay whole: what finds the documents in one; ``metadata_fn`` then
             measures documents.
+        loss_tokens: Counts what ``metadata_fn`` does not tell, as the packer will leave it (see
+            `evenstep.packing.loss_counter`); None: nobody knows.
     """
 
     def __init__(
@@ -46,10 +48,12 @@ class Describer:
         config: LoaderConfig,
         metadata_fn: Callable[[Any], Any] | None = None,
         explode: Callable[[Any], Iterable[Any]] | None = None,
+        loss_tokens: LossCounter | None = count_loss_tokens,
     ) -> None:
         self._config = config
         self._metadata_fn = metadata_fn
         self._explode = explode
+        self._loss_tokens = loss_tokens
 
     def __call__(self, sample: Any) -> Described:
         """Measure one sample.
@@ -61,13 +65,17 @@ class Describer:
         told, cut = self._checked(sample)
         limit, documents, loss = self._config.seq_len, told.documents, told.loss_tokens
         if cut:
-            loss = count_loss_tokens(sample, limit) if documents is None else None
+            if self._explode is None:
+                loss = self._count(sample, limit)
             documents = None if documents is None else cut_documents(documents, limit)
             return Described(SampleMetadata(limit, told.features, loss, documents), True)
         if loss is None and self._explode is None:
-            loss = count_loss_tokens(sample)
+            loss = self._count(sample)
             told = SampleMetadata(told.tokens, told.features, loss, documents)
         return Described(told, False)
+
+    def _count(self, sample: Any, limit: int | None = None) -> int | None:
+        return None if self._loss_tokens is None else self._loss_tokens(sample, limit)
 
     def tokens(self, sample: Any) -> int:
         """What one sample takes of a row; raises as a call does."""
@@ -100,24 +108,73 @@ class Describer:
             raise TypeError(
                 f"metadata_fn returned tokens={tokens!r} ({type(tokens).__name__}), expected an int >= 0"
             )
-        if told.documents is not None and sum(told.documents) != tokens:
-            raise ValueError(
-                f"metadata_fn returned documents of {sum(told.documents)} tokens in a sample of {tokens} tokens"
-            )
+        _check_loss(told.loss_tokens, int(tokens))
+        _check_features(told.features)
+        if told.documents is not None:
+            _check_documents(told.documents, int(tokens))
         return told
 
     def _sum(self, documents: Iterable[Any]) -> SampleMetadata:
-        """A packed row as one sample, whose documents attend only to themselves."""
+        """A packed row as one sample, whose documents attend only to themselves; its loss is that of a cut row."""
         features: Counter[str] = Counter()
         lengths: list[int] = []
         loss: int | None = 0
+        left = self._config.seq_len if self._config.oversized == "truncate" else None
         for document in documents:
             told = self._measure(document)
             features.update(told.features)
             lengths += [d for d in (told.documents or (told.tokens,)) if d]
-            own = count_loss_tokens(document) if told.loss_tokens is None else told.loss_tokens
+            own = told.loss_tokens
+            if left is not None and told.tokens > left:
+                own = self._count(document, left) if left else 0
+            elif own is None:
+                own = self._count(document)
+            left = None if left is None else max(0, left - told.tokens)
             loss = None if loss is None or own is None else loss + own
         return SampleMetadata(sum(lengths), dict(features), loss, lengths)
+
+
+def _check_loss(loss: Any, tokens: int) -> None:
+    if loss is None:
+        return
+    if isinstance(loss, bool) or not isinstance(loss, (int, np.integer)):
+        raise TypeError(
+            f"metadata_fn returned loss_tokens={loss!r} ({type(loss).__name__}), expected an int, or None if unknown"
+        )
+    if not 0 <= loss <= tokens:
+        raise ValueError(
+            f"metadata_fn returned loss_tokens={loss} for a sample of {tokens} tokens, expected 0 to {tokens}: the loss "
+            "would be divided by a wrong number"
+        )
+
+
+def _check_features(features: Any) -> None:
+    if not isinstance(features, Mapping):
+        raise TypeError(
+            f"metadata_fn returned features={features!r} ({type(features).__name__}), expected a mapping of names to "
+            "numbers, such as {'patches': 256}"
+        )
+    for name, value in features.items():
+        if not isinstance(value, (int, float, np.number, np.bool_)):
+            raise TypeError(
+                f"metadata_fn returned the feature {name!r} as {value!r} ({type(value).__name__}), expected a number"
+            )
+
+
+def _check_documents(documents: Sequence[int], tokens: int) -> None:
+    lengths = np.asarray(documents)
+    if lengths.ndim != 1 or (lengths.size and lengths.dtype.kind not in "iu"):
+        raise TypeError(
+            f"metadata_fn returned documents={documents!r}, expected the lengths of the documents as ints"
+        )
+    if lengths.size and int(lengths.min()) < 0:
+        raise ValueError(
+            f"metadata_fn returned documents={lengths.tolist()}, expected lengths that are not negative"
+        )
+    if int(lengths.sum()) != tokens:
+        raise ValueError(
+            f"metadata_fn returned documents of {int(lengths.sum())} tokens in a sample of {tokens} tokens"
+        )
 
 
 def _default_tokens(sample: Any) -> int:

@@ -24,6 +24,7 @@ from evenstep.nodes.local_streams import LocalRows, LocalStream, PaddingRow, loc
 from evenstep.nodes.read import SampleReader, make_fetcher
 from evenstep.nodes.stage import call
 from evenstep.nodes.streams import check_serialisable, pass_epoch_on
+from evenstep.packing import LossCounter, count_loss_tokens
 from evenstep.sampling import LocalStepSource
 
 __all__ = ["ExternalStepReader"]
@@ -56,6 +57,8 @@ class ExternalStepReader(BaseNode[Window]):
         cost: Cost model; default `evenstep.cost.LinearQuadraticCost`.
         codec: How samples travel; default `PayloadCodec`.
         explode: ``sample -> documents``, for samples that were packed before.
+        loss_tokens: ``(sample, seq_len) -> int``, the loss tokens that ``metadata_fn`` does not tell, as the packer will
+            leave them: `evenstep.packing.loss_counter` of it; default: those of a plain `pack_text`; None: unknown.
         fetcher: Reads ``dataset``; default: by ``config``.
         start: Where a fresh stream begins; default: the beginning of epoch 0.
         allow_changed_dataset: Accept a state of another stream.
@@ -79,6 +82,7 @@ class ExternalStepReader(BaseNode[Window]):
         cost: CostModel | None = None,
         codec: Codec | None = None,
         explode: Callable[[Any], Iterable[Any]] | None = None,
+        loss_tokens: LossCounter | None = count_loss_tokens,
         fetcher: Fetcher | None = None,
         start: Cursor | None = None,
         allow_changed_dataset: bool = False,
@@ -100,7 +104,13 @@ class ExternalStepReader(BaseNode[Window]):
         self.counts = Counts()
         self._config = config
         self._reader = SampleReader(
-            config, plane, metadata_fn=metadata_fn, cost=cost, codec=codec, explode=explode
+            config,
+            plane,
+            metadata_fn=metadata_fn,
+            cost=cost,
+            codec=codec,
+            explode=explode,
+            loss_tokens=loss_tokens,
         )
         self._fetcher = fetcher
         if isinstance(source, LocalStepSource) and fetcher is None:

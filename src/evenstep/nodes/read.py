@@ -22,6 +22,7 @@ from evenstep.nodes.items import Counts, Place, Window
 from evenstep.nodes.known import KnownMetadata
 from evenstep.nodes.stage import call
 from evenstep.nodes.worker_processes import ProcessFetcher
+from evenstep.packing import LossCounter, count_loss_tokens
 from evenstep.samples import MetadataTable, SampleMetadata
 
 __all__ = ["SampleReader", "make_columns", "make_fetcher"]
@@ -67,6 +68,8 @@ class SampleReader:
         codec: How samples travel.
         explode: ``sample -> documents``: with ``repack`` each document is a sample of its own; else it only tells
             the documents inside one.
+        loss_tokens: Counts the loss tokens that ``metadata_fn`` does not tell, as the packer will leave them (see
+            `evenstep.packing.loss_counter`); None: nobody knows.
     """
 
     def __init__(
@@ -78,10 +81,11 @@ class SampleReader:
         cost: CostModel | None = None,
         codec: Codec | None = None,
         explode: Callable[[Any], Iterable[Any]] | None = None,
+        loss_tokens: LossCounter | None = count_loss_tokens,
     ) -> None:
         self._config = config
         self._explode = explode if config.repack else None
-        self._describe = Describer(config, metadata_fn, None if config.repack else explode)
+        self._describe = Describer(config, metadata_fn, None if config.repack else explode, loss_tokens)
         self._cost = DEFAULT_COST if cost is None else cost
         self._codec = PayloadCodec() if codec is None else codec
         self._told = False

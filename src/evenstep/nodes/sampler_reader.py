@@ -22,6 +22,7 @@ from evenstep.nodes.layout import Layout
 from evenstep.nodes.read import SampleReader, make_fetcher
 from evenstep.nodes.sample_seed import SeedKey
 from evenstep.nodes.stage import call
+from evenstep.packing import LossCounter, count_loss_tokens
 from evenstep.sampling import Sampler, Step
 
 __all__ = ["SamplerReader"]
@@ -55,6 +56,8 @@ class SamplerReader(BaseNode[Window]):
         cost: Cost model; default `evenstep.cost.LinearQuadraticCost`.
         codec: How samples travel; default `PayloadCodec`.
         explode: ``sample -> documents``, for samples that were packed before.
+        loss_tokens: ``(sample, seq_len) -> int``, the loss tokens that ``metadata_fn`` does not tell, as the packer will
+            leave them: `evenstep.packing.loss_counter` of it; default: those of a plain `pack_text`; None: unknown.
         fetcher: Reads the dataset; default: by ``config.num_workers`` and ``config.worker``. Workers read the next
             window while the present one is used.
         start: Where a fresh stream begins; default: the beginning of epoch 0.
@@ -79,6 +82,7 @@ class SamplerReader(BaseNode[Window]):
         cost: CostModel | None = None,
         codec: Codec | None = None,
         explode: Callable[[Any], Iterable[Any]] | None = None,
+        loss_tokens: LossCounter | None = count_loss_tokens,
         fetcher: Fetcher | None = None,
         start: Cursor | None = None,
         allow_changed_dataset: bool = False,
@@ -91,7 +95,13 @@ class SamplerReader(BaseNode[Window]):
         self.counts = Counts()
         self._config = config
         self._reader = SampleReader(
-            config, plane, metadata_fn=metadata_fn, cost=cost, codec=codec, explode=explode
+            config,
+            plane,
+            metadata_fn=metadata_fn,
+            cost=cost,
+            codec=codec,
+            explode=explode,
+            loss_tokens=loss_tokens,
         )
         self._fetcher = fetcher
         if fetcher is None and metadata is None and plane.topology.is_reader:

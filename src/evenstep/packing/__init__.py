@@ -29,7 +29,14 @@ from evenstep.packing.fused import FusedPack, fused, fused_pack
 from evenstep.packing.loss import count_loss_tokens
 from evenstep.packing.masks import block_diagonal_mask, document_ids, document_mask_mod, thd_arguments
 from evenstep.packing.padding import padding_row
-from evenstep.packing.policy import empty_row, truncate_sample, with_oversized
+from evenstep.packing.policy import (
+    LossCounter,
+    empty_row,
+    loss_counter,
+    pack_documents,
+    truncate_sample,
+    with_oversized,
+)
 from evenstep.packing.shard import Shard, shard_indices, shard_tensor, unshard
 from evenstep.packing.sharding import Sharding, padding_of
 from evenstep.packing.text import pack_text
@@ -38,6 +45,7 @@ from evenstep.packing.vision import pack_vision, vision_metadata
 
 __all__ = [
     "FusedPack",
+    "LossCounter",
     "Shard",
     "Sharding",
     "block_diagonal_mask",
@@ -50,6 +58,8 @@ __all__ = [
     "from_collator",
     "fused",
     "fused_pack",
+    "loss_counter",
+    "pack_documents",
     "pack_text",
     "pack_vision",
     "padding_of",
