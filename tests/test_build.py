@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import threading
 from typing import Any
 
 import pytest
@@ -236,3 +238,34 @@ def test_a_closed_loader_has_ended_for_good() -> None:
     loader.close()
     assert next(iter(loader), "end") == "end"
     assert list(loader) == []
+
+
+class Failing:
+    """A dataset that cannot be read to its end."""
+
+    def __len__(self) -> int:
+        return len(LENGTHS)
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 7:
+            raise OSError("no such sample")
+        return DATA[index]
+
+
+@pytest.mark.parametrize("dataset", [DATA, Failing()], ids=["end", "error"])
+def test_a_loader_that_is_dropped_after_its_end_or_an_error_leaves_no_thread(dataset: Any) -> None:
+    before = set(threading.enumerate())
+
+    def loop() -> None:
+        loader = build_loader(dataset, None, CONFIG, sampler=sampler())
+        try:
+            for _ in loader:
+                pass
+        except RemoteRankError as error:
+            assert str(error).startswith("rank 0 failed at sample 7: OSError: no such sample")
+
+    loop()
+    gc.collect()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(5)
+        assert not thread.is_alive(), f"{thread.name} is still alive"

@@ -143,7 +143,9 @@ class Rounds:
         self._generation = 0
         self._open = False
         self._owed: deque[Owed[Any]] = deque()
-        self._failure: BaseException | None = None
+        self._failure = (
+            b""  # in words: an exception would hold the frames, and so the nodes, that it came through
+        )
 
     @property
     def generation(self) -> int:
@@ -159,7 +161,7 @@ class Rounds:
         """Leave the stream under way, if any, and begin the next generation."""
         self.leave()
         self._generation += 1
-        self._failure = None
+        self._failure = b""
 
     def begin(
         self, header: Header, error: BaseException | None = None, *, uneven: str = "error"
@@ -174,7 +176,7 @@ class Rounds:
         """
         self._open = True
         try:
-            headers = self._talk(header, error)
+            headers = self._talk(header, b"" if error is None else self._describe(error))
             self._judge(headers, uneven)
         except BaseException:
             self._close()
@@ -195,8 +197,7 @@ class Rounds:
 
     def fail(self, error: BaseException) -> None:
         """Remember why this rank is going to leave, for the header that tells the others."""
-        if self._failure is None:
-            self._failure = error
+        self._failure = self._failure or self._describe(error)
 
     def leave(self) -> None:
         """Post what is owed, tell the others that this rank leaves, then post nothing more.
@@ -210,7 +211,7 @@ class Rounds:
                 # What it brought is dropped, whatever is wrong with it; the ranks behind it still wait for the next.
                 with suppress(Exception):
                     self._owed.popleft().run()
-            status = CLOSING if self._failure is None else FAILED
+            status = FAILED if self._failure else CLOSING
             self._talk(Header(status), self._failure)
         except (RemoteRankError, Abandoned):
             pass
@@ -221,8 +222,10 @@ class Rounds:
         self._open = False
         self._owed.clear()
 
-    def _talk(self, header: Header, error: BaseException | None) -> list[Header]:
-        text = b"" if error is None else describe_error(error, self._control.ranks[self._control.position])
+    def _describe(self, error: BaseException) -> bytes:
+        return describe_error(error, self._control.ranks[self._control.position])
+
+    def _talk(self, header: Header, text: bytes) -> list[Header]:
         header = replace(header, generation=self._generation, error_bytes=len(text))
         while True:
             rows = self._control.all_gather(header.pack())

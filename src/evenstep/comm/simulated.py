@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from dataclasses import dataclass, field
@@ -103,14 +104,14 @@ class SimulatedCommunicator:
 
     def _meet(self, kind: str, value: Any) -> dict[int, Any]:
         if self._failure is not None:
-            raise self._failure
+            raise copy.copy(self._failure)
         turn = self._turn = self._turn + 1
         try:
             start = lambda: self._group.bring(turn, self.position, kind, value)  # noqa: E731
             self.launcher(kind.split("[")[0], start)
             return self._group.meet(turn, self._leaving)
         except Exception as error:
-            self._failure = error
+            self._failure = copy.copy(error)  # without the frames, and so the nodes, that it goes through
             raise
 
     def all_gather(self, row: torch.Tensor) -> torch.Tensor:

@@ -38,8 +38,9 @@ class HostPrefetch(Stage[T, T]):
             raise ValueError(f"depth={depth!r}, expected a number of items >= 1, or None for the next window")
         self.depth = depth
         self._producer = self._make_producer(source, _room(depth))
-        # Also runs at interpreter exit, before the finalizers of what upstream was built on.
-        self._finalizer = weakref.finalize(self, self._producer.close)
+        # Also runs at interpreter exit, before the finalizers of what upstream was built on. Its reference is weak:
+        # the source may hold an exception, that the frames of a loop, and those this node. A live thread holds on.
+        self._finalizer = weakref.finalize(self, _close, weakref.ref(self._producer))
         self._state: dict[str, Any] | None = None
         self._ahead = False
 
@@ -101,6 +102,12 @@ class HostPrefetch(Stage[T, T]):
     def close(self) -> None:
         """Leave the stream and end the thread, within seconds. Idempotent; raises nothing undelivered."""
         self._finalizer()
+
+
+def _close(producer: weakref.ref[Producer]) -> None:
+    alive = producer()
+    if alive is not None:
+        alive.close()
 
 
 def _room(depth: int | None) -> Callable[[deque[Produced]], bool]:
