@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import threading
 import time
 from collections import Counter
@@ -19,6 +21,10 @@ from evenstep.errors import RemoteRankError
 __all__ = ["ProcessGroupCommunicator"]
 
 POLL = timedelta(milliseconds=200)  # how soon a waiting thread hears that its rank shuts down
+_GOODBYE = "evenstep/left"  # key in the group's store
+_GOODBYE_POLL = (
+    1.0  # seconds until a waiting thread first looks whether a rank has left; then twice as long each time
+)
 _DEVICE_POLL = 0.0005  # seconds between two looks at a collective that an accelerator runs
 
 # torch 2.13 renamed it and deprecates the old name.
@@ -113,6 +119,17 @@ class ProcessGroupCommunicator:
         if incoming is not receive:
             receive.copy_(incoming)
 
+    def say_goodbye(self) -> None:
+        """Have those who will wait for this rank's next collective here hear that it does not come; posts nothing.
+
+        It is a note in the group's store: a collective that nobody answers would stay behind for ever.
+        """
+        if self._failure is None or isinstance(self._failure, Abandoned):  # else another rank was the first
+            finished = sum(self.calls.values()) - (self._failure is not None)
+            told = json.dumps([finished, self.ranks[self.position]])
+            with suppress(Exception):  # without a store they wait until the timeout
+                _store_of(self._group).set(_GOODBYE, told)
+
     def abandon(self) -> None:
         """See `Communicator.abandon`."""
         self._leaving.set()
@@ -121,7 +138,7 @@ class ProcessGroupCommunicator:
         self, name: str, start: Callable[[], Any], buffers: list[torch.Tensor], *, by_stream: bool = False
     ) -> None:
         if self._failure is not None:
-            raise self._failure
+            raise copy.copy(self._failure)
         if self._leaving.is_set():
             raise self._give_up(None, buffers, self._left())
         self.calls[name] += 1
@@ -143,11 +160,17 @@ class ProcessGroupCommunicator:
 
     def _wait(self, work: Any) -> None:
         deadline = time.monotonic() + self._timeout.total_seconds()
+        pause = _GOODBYE_POLL
+        look = time.monotonic() + pause
         while not work.is_completed():
             if self._leaving.is_set():
                 raise self._left()
             if time.monotonic() > deadline:
                 raise self._late()
+            if time.monotonic() > look:
+                self._look_for_goodbye()
+                pause *= 2
+                look = time.monotonic() + pause
             if self.device.type != "cpu":
                 time.sleep(_DEVICE_POLL)  # a timed wait of NCCL that runs out aborts the group
                 continue
@@ -156,9 +179,26 @@ class ProcessGroupCommunicator:
                 work.wait(POLL)
         work.wait()
 
+    def _look_for_goodbye(self) -> None:
+        told = b""
+        with suppress(Exception):  # the store is gone with its process, and then so is a connection
+            store = _store_of(self._group)
+            if store.check([_GOODBYE]):
+                told = store.get(_GOODBYE)
+        if not told:
+            return
+        finished, rank = json.loads(told)
+        if sum(self.calls.values()) > finished and rank != self.ranks[self.position]:
+            raise RemoteRankError(
+                f"rank {rank} left the loader before the end of the epoch (a break, close() or an exit); the ranks "
+                f"{self.ranks} of the {self._name} group cannot go on without it. Leave the loop on the same step on "
+                "every rank.",
+                rank=rank,
+            )
+
     def _give_up(self, work: Any, buffers: list[torch.Tensor], error: Exception) -> Exception:
         _ABANDONED.append((work, buffers, self._group))
-        self._failure = error
+        self._failure = copy.copy(error)  # without the frames, and so the nodes, that it goes through
         return error
 
     def _left(self) -> Exception:
@@ -187,3 +227,8 @@ class ProcessGroupCommunicator:
             error_type=type(error).__name__,
             error_message=detail,
         )
+
+
+def _store_of(group: dist.ProcessGroup) -> Any:
+    """The group's own part of the store; not kept, since on rank 0 it holds the port of the whole world."""
+    return dist.distributed_c10d._get_process_group_store(group)

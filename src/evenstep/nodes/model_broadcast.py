@@ -52,6 +52,7 @@ class ModelBroadcast(Stage[Any, Any]):
     def __init__(self, source: BaseNode[Any], plane: ModelPlane, spec: BatchSpec | None = None) -> None:
         super().__init__(source)
         self._alone = len(plane.model.ranks) == 1
+        self._model = plane.model
         self._is_constructor = plane.is_constructor
         self._assists = plane.assists
         self._wire = BatchBroadcast(plane.model, spec, _aside(plane.model))
@@ -83,6 +84,12 @@ class ModelBroadcast(Stage[Any, Any]):
             return next(self.source)
         self._begun = True
         return self._send() if self._is_constructor else self._receive()
+
+    def close(self) -> None:
+        """Have the other ranks of the replica hear of it, should they wait for this one; waits for nobody."""
+        say_goodbye = getattr(self._model, "say_goodbye", None)
+        if not self._alone and say_goodbye is not None:
+            say_goodbye()
 
     def _send(self) -> Any:
         if self._state is None:
