@@ -197,8 +197,15 @@ def _constructed(request: Request, plane: DataPlane) -> BaseNode[Any]:
         source = PayloadAllToAll(source, plane, config, codec=request.codec)
     else:
         source = Planner(source, plane, config)
+        tells = request.metadata_fn is not None or request.explode is not None
         source = PlannedReader(
-            source, request.dataset, plane, config, metadata_fn=request.metadata_fn, explode=request.explode
+            source,
+            request.dataset,
+            plane,
+            config,
+            metadata_fn=request.metadata_fn,
+            explode=request.explode,
+            loss_tokens=None if tells else loss_counter(request.pack, config.oversized),
         )
     if plane.is_constructor:
         pack = with_oversized(request.pack, config.oversized)

@@ -86,6 +86,32 @@ def test_the_counter_of_a_pack() -> None:
     assert loss_counter(functools.partial(pack_text, oversized="single"), "error") is not None
 
 
+@pytest.mark.parametrize("wrong", [False, True])
+def test_known_loss_tokens_that_are_not_those_of_the_samples_are_said_once(
+    wrong: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    right = [count_loss_tokens(Samples()[k], 10, -1) or 0 for k in range(8)]
+    known = [n + (wrong and k > 4) for k, n in enumerate(right)]
+    config = LoaderConfig(seq_len=10, oversized="truncate")
+    loader = build_loader(
+        Samples(),
+        None,
+        config,
+        sampler=StepSampler(8, global_batch_size=4, order="sequential"),
+        pack=functools.partial(pack_text, ignore_index=-1),
+        metadata=[SampleMetadata(min(8 + k, 10), loss_tokens=n) for k, n in enumerate(known)],
+    )
+    assert len(list(loader)) == 8
+    said = [record.getMessage() for record in caplog.records if "with a loss" in record.getMessage()]
+    assert (
+        said
+        == [
+            "sample 5 has 5 tokens with a loss, its metadata says 6: what is divided by step_loss_tokens is scaled wrongly. "
+            "Compute loss_tokens with evenstep.packing.count_loss_tokens, or leave them out."
+        ][: int(wrong)]
+    )
+
+
 class Rows:
     """Packed rows of three documents with 24 tokens, and short ones."""
 

@@ -20,6 +20,7 @@ from evenstep.nodes.read import make_fetcher
 from evenstep.nodes.rows import MicroBatch
 from evenstep.nodes.sample_seed import SeedKey
 from evenstep.nodes.stage import Stage
+from evenstep.packing import LossCounter
 
 __all__ = ["PlannedReader"]
 
@@ -50,6 +51,8 @@ class PlannedReader(Stage[PlannedBatch, RoutedBatch]):
         metadata_fn: How the length of a read sample is told; default ``len(sample["input_ids"])``; samples that
             it cannot tell are not compared where it is None.
         explode: ``sample -> documents``, where packed samples stay whole.
+        loss_tokens: Counts the loss tokens of a sample as the packer leaves them (see `evenstep.packing.loss_counter`), to
+            say once where the metadata has others; None: they are not compared.
         fetcher: Reads the dataset; default: by ``config``.
 
     Attributes:
@@ -65,6 +68,7 @@ class PlannedReader(Stage[PlannedBatch, RoutedBatch]):
         *,
         metadata_fn: Callable[[Any], Any] | None = None,
         explode: Callable[[Any], Iterable[Any]] | None = None,
+        loss_tokens: LossCounter | None = None,
         fetcher: Fetcher | None = None,
     ) -> None:
         super().__init__(source)
@@ -75,6 +79,7 @@ class PlannedReader(Stage[PlannedBatch, RoutedBatch]):
         self._fetcher = make_fetcher(dataset, config, plane) if fetcher is None else fetcher
         self._compares = metadata_fn is not None or explode is not None
         self._describe = Describer(config, metadata_fn, explode)
+        self._loss_tokens = loss_tokens
         # By the configuration, which is equal on every rank: one that looks ahead waits for the others' headers.
         self._looks_ahead = config.num_workers > 0
         self._window: _Asked | None = None
@@ -178,6 +183,8 @@ class PlannedReader(Stage[PlannedBatch, RoutedBatch]):
             tokens = planned
             if self._compares or tells_length(value):
                 tokens = self._describe.tokens(value)
+            if tokens == planned:
+                self._compare_loss(index, int(batch.window.columns.loss_tokens[sample]), value)
         except Exception as error:
             if self._config.on_sample_error == "skip":
                 log.warning("sample %d is skipped: %s: %s", index, type(error).__name__, error)
@@ -190,3 +197,19 @@ class PlannedReader(Stage[PlannedBatch, RoutedBatch]):
                 index,
             )
         return value
+
+    def _compare_loss(self, index: int, planned: int, value: Any) -> None:
+        """Wrong ones overflow no row, but they divide the loss of a whole step."""
+        if self._loss_tokens is None or planned < 0:
+            return
+        limit = self._config.seq_len if self._config.oversized == "truncate" else None
+        found = self._loss_tokens(value, limit)
+        if found is not None and found != planned:
+            self._loss_tokens = None
+            log.warning(
+                "sample %d has %d tokens with a loss, its metadata says %d: what is divided by step_loss_tokens is scaled "
+                "wrongly. Compute loss_tokens with evenstep.packing.count_loss_tokens, or leave them out.",
+                index,
+                found,
+                planned,
+            )
