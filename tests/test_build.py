@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import re
 import threading
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -258,11 +259,9 @@ def test_a_loader_that_is_dropped_after_its_end_or_an_error_leaves_no_thread(dat
 
     def loop() -> None:
         loader = build_loader(dataset, None, CONFIG, sampler=sampler())
-        try:
+        with pytest.raises(RemoteRankError) if isinstance(dataset, Failing) else nullcontext():
             for _ in loader:
                 pass
-        except RemoteRankError as error:
-            assert str(error).startswith("rank 0 failed at sample 7: OSError: no such sample")
 
     loop()
     gc.collect()
