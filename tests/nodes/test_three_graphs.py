@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenstep import DataPlane, LoaderConfig, StepSampler, build_loader
+from evenstep.nodes import PaddingRow
 from evenstep.testing import SimulatedWorld, assert_same
 
 SEQ_LEN = 16
@@ -52,7 +53,7 @@ class LocalSteps:
                 continue
             owner = step.rows // self.size % self.dp_size
             rows = zip(step.indices[owner == self.dp_rank].tolist(), strict=True)
-            yield [[self.dataset[i]] if i >= 0 else [] for (i,) in rows]
+            yield [[self.dataset[i]] if i >= 0 else PaddingRow() for (i,) in rows]
 
 
 def train(
