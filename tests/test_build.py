@@ -14,9 +14,11 @@ import torchdata.nodes as tn
 
 from evenstep import (
     ConfigMismatch,
+    Cursor,
     DataPlane,
     LoaderConfig,
     RemoteRankError,
+    StateMismatch,
     StepSampler,
     TokenBudgetSampler,
     build_loader,
@@ -268,3 +270,41 @@ def test_a_loader_that_is_dropped_after_its_end_or_an_error_leaves_no_thread(dat
     for thread in set(threading.enumerate()) - before:
         thread.join(5)
         assert not thread.is_alive(), f"{thread.name} is still alive"
+
+
+def test_a_start_of_another_stream_is_refused() -> None:
+    other = TokenBudgetSampler(LENGTHS, rows_per_step=8, seq_len=64, seed=6).start()
+    with pytest.raises(StateMismatch, match="the state was saved with seed=6, this loader has seed=5"):
+        build_loader(DATA, None, CONFIG, sampler=sampler(), start=other)
+
+
+def test_a_start_that_does_not_know_its_stream_becomes_one_of_it() -> None:
+    first = sampler().step_at(sampler().start())
+    assert first is not None
+    start = Cursor(consumed_samples=first.next_cursor.consumed_samples, step=1)
+    with build_loader(DATA, None, CONFIG, sampler=sampler()) as whole:
+        batches = list(whole)
+    with build_loader(DATA, None, CONFIG, sampler=sampler(), start=start) as rest:
+        assert {key: rest.state_dict()[key] for key in ("seed", "order", "dataset_size")} == {
+            "seed": 5,
+            "order": "shuffled",
+            "dataset_size": 200,
+        }
+        assert_same(list(rest), [batch for batch in batches if batch["info"].step > 0])
+
+
+def test_a_position_beyond_the_epoch_or_the_step_is_refused() -> None:
+    with build_loader(DATA, None, CONFIG, sampler=sampler()) as loader:
+        next(loader)
+        state = loader.state_dict()
+        message = re.escape(
+            "cursor['consumed_samples'] is 500, but an epoch of this sampler has 200 samples: "
+        )
+        with pytest.raises(ValueError, match="^" + message):
+            loader.load_state_dict({**state, "consumed_samples": 500})
+    config = LoaderConfig(seq_len=64, balance_window=2, resume="micro_batch")
+    with build_loader(DATA, None, config, sampler=sampler()) as loader:
+        loader.load_state_dict({**state, "micro_batch": 8})
+        message = re.escape("cursor['micro_batch'] is 8, but a step of this layout has 8 micro-batches: ")
+        with pytest.raises(ValueError, match="^" + message):
+            next(loader)

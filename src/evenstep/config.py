@@ -23,6 +23,8 @@ _CHOICES = (
     "uneven",
     "on_sample_error",
 )
+_BACKENDS = ("gloo", "nccl", "hccl")
+_FLAGS = ("broadcast_plan", "repack", "pin_memory", "log_balance")
 _COUNTS = {"seq_len": 1, "micro_batch_size": 1, "num_workers": 0, "device_prefetch": 0}
 _OPTIONAL_COUNTS = {"balance_window": 1, "max_segments": 1, "host_prefetch": 0}
 
@@ -125,12 +127,33 @@ class LoaderConfig:
         gain = self.min_balance_gain
         if isinstance(gain, bool) or not isinstance(gain, (int, float)) or not 0 <= gain < 1:
             raise ValueError(f"min_balance_gain={shown(gain)}, expected a fraction in [0, 1)")
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name}={shown(getattr(self, name))}, expected True or False")
+        self._check_ranks()
         if self.accumulation_steps == "auto" and self.balance_window is not None:
             raise ValueError(
                 f"balance_window={self.balance_window} with accumulation_steps='auto': the number of micro-batches is "
                 "only known once the whole step is planned. Leave balance_window at None."
             )
         self.constraints()
+
+    def _check_ranks(self) -> None:
+        """Backends and roles, also where one process never looks at them: the next mesh will."""
+        for name, value in (("backend", self.backend), ("payload_backend", self.payload_backend or "gloo")):
+            if value not in _BACKENDS:
+                raise ValueError(f"{name}={shown(value)}, expected one of {list(_BACKENDS)}")
+        if self.planner_rank is not None:
+            _check_count("planner_rank", self.planner_rank, 0, "a global rank or None")
+        if self.balance_group_size not in (None, "node"):
+            _check_count("balance_group_size", self.balance_group_size, 1, "an integer, 'node' or None")
+        readers = self.reader_ranks
+        if readers not in (None, "all") and (isinstance(readers, str) or not _all_of(readers, int)):
+            raise TypeError(f"reader_ranks={shown(readers)}, expected None, 'all' or a tuple of global ranks")
+        for name in ("dp_dims", "cpu_fields"):
+            value = getattr(self, name)
+            if value is not None and not _all_of(value, str):
+                raise TypeError(f"{name}={shown(value)}, expected a tuple of names")
 
     def constraints(self) -> PackingConstraints:
         """The hard limits of a row."""
@@ -151,3 +174,10 @@ def _check_count(name: str, value: Any, least: int, expected: str = "an integer"
         raise TypeError(f"{name}={shown(value)} ({type(value).__name__}), expected {expected}")
     if value < least:
         raise ValueError(f"{name}={value}, expected at least {least}")
+
+
+def _all_of(values: Any, kind: type) -> bool:
+    """Whether ``values`` is a sequence or set of ``kind``; a bool is no int."""
+    if not isinstance(values, (tuple, list, set, frozenset)):
+        return False
+    return all(isinstance(value, kind) and not isinstance(value, bool) for value in values)

@@ -74,6 +74,8 @@ class ProcessGroupCommunicator:
         self._name = name
         self._leaving = threading.Event()
         self._failure: Exception | None = None
+        self._looking: threading.Thread | None = None
+        self._goodbyes: list[bytes] = []
 
     def all_gather(self, row: torch.Tensor) -> torch.Tensor:
         """See `Communicator.all_gather`."""
@@ -168,9 +170,10 @@ class ProcessGroupCommunicator:
             if time.monotonic() > deadline:
                 raise self._late()
             if time.monotonic() > look:
-                self._look_for_goodbye()
+                self._look_for_goodbye()  # what it finds is heeded in the next turns
                 pause *= 2
                 look = time.monotonic() + pause
+            self._heed_goodbye()
             if self.device.type != "cpu":
                 time.sleep(_DEVICE_POLL)  # a timed wait of NCCL that runs out aborts the group
                 continue
@@ -180,14 +183,18 @@ class ProcessGroupCommunicator:
         work.wait()
 
     def _look_for_goodbye(self) -> None:
-        told = b""
-        with suppress(Exception):  # the store is gone with its process, and then so is a connection
-            store = _store_of(self._group)
-            if store.check([_GOODBYE]):
-                told = store.get(_GOODBYE)
-        if not told:
+        """In a thread: the store of a rank that hangs does not answer, and this wait has an end of its own."""
+        if self._looking is None or not self._looking.is_alive():
+            args = (self._group, self._goodbyes)
+            self._looking = threading.Thread(
+                target=_read_goodbye, args=args, name="evenstep-look", daemon=True
+            )
+            self._looking.start()
+
+    def _heed_goodbye(self) -> None:
+        if not self._goodbyes:
             return
-        finished, rank = json.loads(told)
+        finished, rank = json.loads(self._goodbyes.pop())
         if sum(self.calls.values()) > finished and rank != self.ranks[self.position]:
             raise RemoteRankError(
                 f"rank {rank} left the loader before the end of the epoch (a break, close() or an exit); the ranks "
@@ -232,3 +239,10 @@ class ProcessGroupCommunicator:
 def _store_of(group: dist.ProcessGroup) -> Any:
     """The group's own part of the store; not kept, since on rank 0 it holds the port of the whole world."""
     return dist.distributed_c10d._get_process_group_store(group)
+
+
+def _read_goodbye(group: dist.ProcessGroup, found: list[bytes]) -> None:
+    with suppress(Exception):  # the store is gone with its process, and then so is a connection
+        store = _store_of(group)
+        if store.check([_GOODBYE]):
+            found.append(store.get(_GOODBYE))

@@ -96,6 +96,11 @@ class Layout:
                 stacklevel=2,
             )
             return again
+        if self.accumulation_steps and cursor.micro_batch >= self.accumulation_steps:
+            raise ValueError(
+                f"cursor['micro_batch'] is {cursor.micro_batch}, but a step of this layout has "
+                f"{self.accumulation_steps} micro-batches: nothing of the step would be left. The state is damaged."
+            )
         return cursor
 
     def places(self, cursor: Cursor, end: Cursor, source: tuple[Any, Any] | None = None) -> Iterator[Place]:

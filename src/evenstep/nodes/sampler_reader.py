@@ -109,7 +109,7 @@ class SamplerReader(BaseNode[Window]):
         self._metadata = metadata
         self._ahead: _Asked | Exception | None = None
         self._allow_changed = allow_changed_dataset
-        self._begin = self.layout.stamp(sampler.start() if start is None else start)
+        self._begin = self.layout.stamp(sampler.start() if start is None else self._adopted(start.to_dict()))
         self._state = self._begin.to_dict()
         self._fresh = True
         self._places: Iterator[Place] = iter(())
@@ -125,8 +125,7 @@ class SamplerReader(BaseNode[Window]):
             self._ahead.pending.cancel()
         self._ahead = None
         if initial_state is not None:
-            self.check_state(initial_state)
-            cursor = Cursor.from_dict(find_cursor(initial_state))
+            cursor = self._adopted(find_cursor(initial_state))
             self._state = cursor.to_dict()
         elif not self._fresh:
             cursor = Cursor.from_dict(self._state).next_epoch()
@@ -142,9 +141,25 @@ class SamplerReader(BaseNode[Window]):
 
         Raises:
             StateMismatch: Dataset size, order, seed or stream differ.
+            ValueError: The position is beyond the end of an epoch.
         """
-        cursor = Cursor.from_dict(find_cursor(state))
-        cursor.check_stream(self.sampler.start(), allow_changed_dataset=self._allow_changed)
+        self._adopted(find_cursor(state))
+
+    def _adopted(self, state: Mapping[str, Any]) -> Cursor:
+        """The cursor ``state``, as one of this sampler's stream: a foreign cursor does not know which it is."""
+        cursor, own = Cursor.from_dict(state), self.sampler.start()
+        cursor.check_stream(own, allow_changed_dataset=self._allow_changed)
+        samples = max(
+            own.dataset_size, getattr(self.sampler, "num_samples", 0)
+        )  # a mixture repeats its datasets
+        if samples and cursor.consumed_samples > samples and not self._allow_changed:
+            raise ValueError(
+                f"cursor['consumed_samples'] is {cursor.consumed_samples}, but an epoch of this sampler has {samples} "
+                "samples: nothing would be left of it. The state is damaged, or of another sampler."
+            )
+        return replace(
+            cursor, dataset_size=own.dataset_size, order=own.order, seed=own.seed, stream=own.stream
+        )
 
     def is_end(self, cursor: Cursor) -> bool:
         """Whether no step follows in the epoch of ``cursor``."""

@@ -1,0 +1,61 @@
+"""Every field of a configuration is checked where it is written, whatever the mesh."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from evenstep import LoaderConfig
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "error", "message"),
+    [
+        ("seq_len", 0, ValueError, "seq_len=0, expected at least 1"),
+        ("micro_batch_size", True, TypeError, "micro_batch_size=True (bool), expected an integer"),
+        ("host_prefetch", -1, ValueError, "host_prefetch=-1, expected at least 0"),
+        ("oversized", "cut", ValueError, "oversized='cut', expected one of ['error', 'single', 'truncate']"),
+        ("backend", 3, ValueError, "backend=3, expected one of ['gloo', 'nccl', 'hccl']"),
+        (
+            "payload_backend",
+            "mpi",
+            ValueError,
+            "payload_backend='mpi', expected one of ['gloo', 'nccl', 'hccl']",
+        ),
+        (
+            "reader_ranks",
+            "some",
+            TypeError,
+            "reader_ranks='some', expected None, 'all' or a tuple of global ranks",
+        ),
+        (
+            "reader_ranks",
+            (0, True),
+            TypeError,
+            "reader_ranks=(0, True), expected None, 'all' or a tuple of global ranks",
+        ),
+        ("planner_rank", "0", TypeError, "planner_rank='0' (str), expected a global rank or None"),
+        ("balance_group_size", 0, ValueError, "balance_group_size=0, expected at least 1"),
+        ("cpu_fields", "labels", TypeError, "cpu_fields='labels', expected a tuple of names"),
+        ("dp_dims", "dp", TypeError, "dp_dims='dp', expected a tuple of names"),
+        ("pin_memory", "no", TypeError, "pin_memory='no', expected True or False"),
+        ("broadcast_plan", 1, TypeError, "broadcast_plan=1, expected True or False"),
+        ("min_balance_gain", 1.0, ValueError, "min_balance_gain=1.0, expected a fraction in [0, 1)"),
+        ("timeout", 5, ValueError, "timeout=5, expected a positive datetime.timedelta"),
+        ("objective", "step", TypeError, "objective='step', expected an evenstep.Objective"),
+    ],
+)
+def test_a_field_that_does_not_fit_is_named(
+    field: str, value: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=f"^{re.escape(message)}$"):
+        LoaderConfig(**{"seq_len": 8, field: value})
+
+
+def test_every_default_is_valid_and_comparable() -> None:
+    one, two = LoaderConfig(seq_len=8), LoaderConfig(seq_len=8)
+    assert one == two
+    assert one.to_dict() == two.to_dict()
+    assert one.constraints().seq_len == 8
