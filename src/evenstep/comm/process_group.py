@@ -152,7 +152,7 @@ class ProcessGroupCommunicator:
             if by_stream:
                 work.wait()
             else:
-                self._wait(work)
+                self._wait(work, may_leave=name == "broadcast")
         except RuntimeError as error:
             failure = error if isinstance(error, (Abandoned, RemoteRankError)) else self._lost(error)
             raise self._give_up(work, buffers, failure) from error.__cause__
@@ -160,7 +160,8 @@ class ProcessGroupCommunicator:
             self._give_up(work, buffers, self._interrupted())
             raise
 
-    def _wait(self, work: Any) -> None:
+    def _wait(self, work: Any, *, may_leave: bool) -> None:
+        """Wait for ``work``, and for a goodbye where no header says who leaves (``may_leave``)."""
         deadline = time.monotonic() + self._timeout.total_seconds()
         pause = _GOODBYE_POLL
         look = time.monotonic() + pause
@@ -169,7 +170,7 @@ class ProcessGroupCommunicator:
                 raise self._left()
             if time.monotonic() > deadline:
                 raise self._late()
-            if time.monotonic() > look:
+            if may_leave and time.monotonic() > look:
                 self._look_for_goodbye()  # what it finds is heeded in the next turns
                 pause *= 2
                 look = time.monotonic() + pause
