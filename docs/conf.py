@@ -72,7 +72,7 @@ nitpick_ignore_regex = [
         r"py:.*",
         r"(.*\.)?(T|In|Out|_\w+|Int|Float|Array|Loads|Sample|Pack|Collate|Build|MicroBatch|Oversized|Remainder)",
     ),
-    (r"py:.*", r"(.*\.)?(DeviceLike|Ints|SearchStrategy|DrawFn|T_co|NDArray|ArrayLike)"),
+    (r"py:.*", r"(.*\.)?(DeviceLike|Ints|LossCounter|SearchStrategy|DrawFn|T_co|NDArray|ArrayLike)"),
     # Parts between the stages, which users meet as values and never build.
     (
         r"py:.*",
