@@ -19,7 +19,8 @@ from torch.utils.data import IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from evenstep import DataPlane, LoaderConfig, RemoteRankError, StateMismatch, build_loader
-from evenstep.nodes import ExternalStepReader, PaddingRow, StepBuilder
+from evenstep.nodes import ExternalStepReader, MetadataGather, PaddingRow, StepBuilder
+from evenstep.nodes.stage import upstream
 from evenstep.sampling import RankLocalBatchSampler
 from evenstep.testing import SimulatedWorld, assert_same
 
@@ -295,15 +296,19 @@ def test_uneven_ends_follow_the_policy(corpus: Any, host_prefetch: int | None) -
         def __iter__(self) -> Iterator[Any]:
             return iter(list(super().__iter__())[: 2 if self.documents.rank else 5])  # type: ignore[attr-defined]
 
-    def rank(plane: DataPlane, policy: Any) -> tuple[int, int]:
+    def rank(plane: DataPlane, policy: Any) -> tuple[int, int, int]:
         documents = Documents(corpus, plane.topology.dp_rank, 2)
         documents.rank = plane.topology.dp_rank  # type: ignore[attr-defined]
         config = LoaderConfig(seq_len=512, uneven=policy, host_prefetch=host_prefetch)
         with build_loader(Shorter(documents), plane, config) as loader:
-            return len(list(loader)), len(list(loader))
+            gather = next(node for node in upstream(loader.root) if isinstance(node, MetadataGather))
+            return len(list(loader)), len(list(loader)), gather.left_out
 
     world = SimulatedWorld(2)
-    assert world.run(rank, "stop") == [(2 * ROWS, 2 * ROWS)] * 2
+    longer, shorter = world.run(rank, "stop")
+    assert longer[:2] == shorter[:2] == (2 * ROWS, 2 * ROWS)
+    assert longer[2] > 0  # the third step of each epoch, which only rank 0 had
+    assert shorter[2] == 0
     for outcome in world.outcomes(rank, "error"):
         assert isinstance(outcome, RemoteRankError)
         assert str(outcome) == (

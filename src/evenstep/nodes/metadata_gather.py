@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -16,6 +18,8 @@ from evenstep.nodes.stage import Stage
 
 __all__ = ["MetadataGather", "announce", "window_header"]
 
+log = logging.getLogger("evenstep")
+
 
 class MetadataGather(Stage[Window, GatheredWindow]):
     """One header from every rank, then one padded gather of columns.
@@ -26,16 +30,20 @@ class MetadataGather(Stage[Window, GatheredWindow]):
         source: Where the windows come from.
         plane: The data plane.
         uneven: What to do when the streams of some ranks end before others': ``"error"`` or ``"stop"``.
+
+    Attributes:
+        left_out: Samples of this rank that were read but left out because another rank's stream had ended.
     """
 
     def __init__(self, source: BaseNode[Window], plane: DataPlane, *, uneven: str = "error") -> None:
         super().__init__(source)
         self.plane = plane
+        self.left_out = 0
         self._uneven = uneven
 
     def produce(self) -> GatheredWindow:
         """Gather the next window."""
-        window, headers = announce(self.source, self.plane, self._uneven)
+        window, headers = announce(self.source, self.plane, self._uneven, leave_out=self._leave_out)
         group = self.plane.balance
         assert group is not None
         mine = window.columns
@@ -59,9 +67,22 @@ class MetadataGather(Stage[Window, GatheredWindow]):
             counts=sum((counts_of(headers[rank]) for rank in group.ranks), Counts()),
         )
 
+    def _leave_out(self, window: Window) -> None:
+        self.left_out += len(window.columns)
+        log.warning(
+            "uneven='stop': %d samples of rank %d at step %d are left out, because another rank's stream has ended",
+            len(window.columns),
+            self.plane.topology.rank,
+            window.place.start.step,
+        )
+
 
 def announce(
-    source: BaseNode[Window], plane: DataPlane, uneven: str = "error", plan: int = 0
+    source: BaseNode[Window],
+    plane: DataPlane,
+    uneven: str = "error",
+    plan: int = 0,
+    leave_out: Callable[[Window], None] | None = None,
 ) -> tuple[Window, dict[int, Header]]:
     """Pull a window and exchange headers; whatever ``source`` does, every rank hears of it.
 
@@ -70,6 +91,7 @@ def announce(
         plane: The data plane.
         uneven: What to do when the streams of some ranks end before others'.
         plan: Digest of the last window's plan, where every rank has made its own; else 0.
+        leave_out: Called with the window that an uneven end leaves out.
 
     Returns:
         The window and the header of every rank of the data plane.
@@ -102,6 +124,8 @@ def announce(
         raise failure from None
     _check_plans(headers, plane)
     if window is None or any(h.status != OK for h in headers.values()):
+        if window is not None and leave_out is not None:
+            leave_out(window)
         raise StopIteration
     return window, headers
 
