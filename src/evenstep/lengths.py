@@ -240,7 +240,7 @@ def _import(path: str) -> Any:
 
 
 @contextmanager
-def _no_progress(done: int, total: int) -> Iterator[Callable[[int], None]]:  # noqa: ARG001
+def _no_progress(done: int, total: int) -> Iterator[Callable[[int], None]]:  # noqa: ARG001 - the signature of a progress bar
     yield lambda _: None
 
 

@@ -129,6 +129,6 @@ def _rebuild_mapping(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
             twin[key] = child
         return twin
     try:
-        return type(value)(items)  # type: ignore[call-arg]
+        return type(value)(items)  # type: ignore[call-arg]  # many mappings can be made of one
     except TypeError:
         return items  # a read-only view, such as a mapping proxy of another kind

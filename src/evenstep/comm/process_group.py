@@ -82,7 +82,7 @@ class ProcessGroupCommunicator:
         source = row.to(self.device)
         self.sent_bytes["all_gather"] += row.numel() * (len(self.ranks) - 1)
         out = torch.empty(len(self.ranks) * row.numel(), dtype=torch.uint8, device=self.device)
-        start = lambda: _all_gather(out, source, group=self._group, async_op=True)  # noqa: E731
+        start = lambda: _all_gather(out, source, group=self._group, async_op=True)  # noqa: E731 - a thunk, not a function with a name
         self._run("all_gather", start, [out, source])
         rows = out.cpu().view(len(self.ranks), row.numel())
         return rows if self._in_order else rows[self._inner]
@@ -92,7 +92,7 @@ class ProcessGroupCommunicator:
         staged = buffer.to(self.device)
         self.sent_bytes["broadcast"] += buffer.numel() * (len(self.ranks) - 1) * (source == self.position)
         origin = self.ranks[source]
-        start = lambda: dist.broadcast(staged, src=origin, group=self._group, async_op=True)  # noqa: E731
+        start = lambda: dist.broadcast(staged, src=origin, group=self._group, async_op=True)  # noqa: E731 - a thunk, not a function with a name
         # A batch on its way to the training stream: the stream waits, not the host.
         self._run("broadcast", start, [staged], by_stream=staged is buffer and self.device.type != "cpu")
         if staged is not buffer and source != self.position:

@@ -107,7 +107,7 @@ class SimulatedCommunicator:
             raise copy.copy(self._failure)
         turn = self._turn = self._turn + 1
         try:
-            start = lambda: self._group.bring(turn, self.position, kind, value)  # noqa: E731
+            start = lambda: self._group.bring(turn, self.position, kind, value)  # noqa: E731 - a thunk, not a function with a name
             self.launcher(kind.split("[")[0], start)
             return self._group.meet(turn, self._leaving)
         except Exception as error:

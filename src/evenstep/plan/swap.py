@@ -119,7 +119,7 @@ class SwapTable:
             take = take[:, first].astype(np.int64) + take[:, second]
             allowed &= ~((give == self.count[giver][:, None])[:, :, None] & (take == 0)[:, None, :])
             allowed &= ~((give == 0)[:, :, None] & (take == self.count[taker][:, None])[:, None, :])
-        return allowed  # type: ignore[no-any-return]
+        return allowed  # type: ignore[no-any-return]  # numpy's stubs lose the dtype
 
     def _many_rows(
         self, giver: Int, taker: Int, gives: Int, takes: Int, first: Int, second: Int

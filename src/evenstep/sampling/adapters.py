@@ -184,11 +184,11 @@ def _seeded(sampler: Any, seed: int) -> Iterator[None]:
         random.getstate(),
     )
     torch.default_generator.manual_seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002
+    np.random.seed(seed % 2**32)  # noqa: NPY002 - what users' samplers draw from
     random.seed(seed)
     try:
         yield
     finally:
         torch.default_generator.set_state(torch_state)
-        np.random.set_state(numpy_state)  # noqa: NPY002
+        np.random.set_state(numpy_state)  # noqa: NPY002 - what users' samplers draw from
         random.setstate(python_state)

@@ -29,7 +29,7 @@ class Order(Protocol):
 class SequentialOrder:
     """Position i is sample i, in every epoch."""
 
-    def index_at(self, epoch: int, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:  # noqa: ARG002
+    def index_at(self, epoch: int, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:  # noqa: ARG002 - the same in every epoch
         """The positions themselves."""
         return positions
 

@@ -15,7 +15,7 @@ Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
 
 
 @contextmanager
-def no_progress(description: str, total: int) -> Iterator[Callable[[int], None]]:  # noqa: ARG001
+def no_progress(description: str, total: int) -> Iterator[Callable[[int], None]]:  # noqa: ARG001 - the signature of a progress bar
     """Shows nothing."""
     yield lambda _: None
 

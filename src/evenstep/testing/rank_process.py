@@ -64,7 +64,7 @@ class FunctionReference:
         found: Any = self._module()
         for name in self.qualname.split("."):
             found = getattr(found, name)
-        return found  # type: ignore[no-any-return]
+        return found  # type: ignore[no-any-return]  # the function that was named
 
     def _module(self) -> types.ModuleType:
         loaded = sys.modules.get(self.module)
@@ -166,7 +166,7 @@ def run_job(connection_fd: int, stdout: int, stderr: int) -> int:
         job: Job = pickle.loads(connection.recv_bytes())
         _become_rank(job)
         # Left open: the interpreter may still crash after the last statement of this function.
-        stacks = Path(job.stacks).open("w")  # noqa: SIM115
+        stacks = Path(job.stacks).open("w")  # noqa: SIM115 - faulthandler writes to it until the end
         faulthandler.enable(stacks)
         signal.signal(STACKS_SIGNAL, signal.SIG_IGN)  # what faulthandler restores as the interpreter ends
         faulthandler.register(STACKS_SIGNAL, file=stacks)

@@ -80,7 +80,7 @@ def run_ranks(
             )
     if errors:
         raise RanksFailed(describe(outcomes, errors), outcomes, errors)
-    return [outcome.value for outcome in outcomes]  # type: ignore[misc]
+    return [outcome.value for outcome in outcomes]  # type: ignore[misc]  # None only where an exit was expected
 
 
 def run_ranks_outcomes(

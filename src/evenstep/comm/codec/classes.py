@@ -44,7 +44,7 @@ def _is_plain(kind: type) -> bool:
 def record_fields(kind: type) -> tuple[str, ...] | None:
     """Names of the fields of a named tuple or dataclass type, in order; None for any other type."""
     if is_named_tuple_type(kind):
-        return tuple(kind._fields)  # type: ignore[attr-defined]
+        return tuple(kind._fields)  # type: ignore[attr-defined]  # a named tuple has it
     if is_dataclass_type(kind):
         return tuple(f.name for f in dataclasses.fields(kind))
     return None
