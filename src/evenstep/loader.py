@@ -14,15 +14,13 @@ from evenstep.cursor import Cursor, find_cursor, next_epoch_state
 from evenstep.nodes.balance import Balance
 from evenstep.nodes.planner import Planner
 from evenstep.nodes.stage import Stage, call, met_again, upstream
+from evenstep.nodes.stock import bare, changes_count, wrapped_like
 
 __all__ = ["Loader"]
 
 log = logging.getLogger("evenstep")
 
 T = TypeVar("T")
-
-# Nodes of torchdata that give one item for each that they take.
-_ONE_FOR_ONE = ("Mapper", "ParallelMapper", "_ParallelMapperIter", "PinMemory", "Prefetcher")
 
 
 class Loader(tn.Loader[T], Generic[T]):
@@ -93,7 +91,7 @@ class Loader(tn.Loader[T], Generic[T]):
         try:
             call("a reset", self._apply)
             if before is None and isinstance(self.root, Stage):  # whose state costs nothing to take
-                before = _bare(self.root.state_dict())
+                before = bare(self.root.state_dict())
             item: T = next(self.root)
             self._loaded = None
             if self._log_balance or self._on_balance is not None:
@@ -139,9 +137,8 @@ class Loader(tn.Loader[T], Generic[T]):
         if not hasattr(source, "batches_in") and not hasattr(source, "__len__"):
             raise TypeError(f"{type(source).__name__} does not know how many batches an epoch has")
         for node in upstream(self.root):
-            kind = type(node)
-            if kind.__module__.startswith("torchdata.") and kind.__name__ not in _ONE_FOR_ONE:
-                raise TypeError(f"how many batches {kind.__name__} makes of an epoch is not known")
+            if changes_count(node):
+                raise TypeError(f"how many batches {type(node).__name__} makes of an epoch is not known")
         if not hasattr(source, "batches_in"):
             return len(source)
         epoch: int = find_cursor(self.state_dict())["epoch"]
@@ -158,7 +155,7 @@ class Loader(tn.Loader[T], Generic[T]):
         if not self._begun:
             self._apply()
         state: Any = self.root.state_dict()
-        state = _bare(state)
+        state = bare(state)
         return copy.deepcopy(next_epoch_state(state) if self._resets else state)
 
     save_state = state_dict
@@ -174,7 +171,7 @@ class Loader(tn.Loader[T], Generic[T]):
             raise RuntimeError("this loader has been closed; build another one to load a state")
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"a state is a mapping, got {type(state_dict).__name__} {state_dict!r}")
-        state = _bare(copy.deepcopy(dict(state_dict)))
+        state = bare(copy.deepcopy(dict(state_dict)))
         cursor = find_cursor(state)
         if cursor is state and _is_foreign(state):
             state = cursor = Cursor.from_dict(state).to_dict()
@@ -311,7 +308,7 @@ class Loader(tn.Loader[T], Generic[T]):
         while self._resets:
             self._handed_out = False
             state = self._resets.pop(0)
-            self.root.reset(state if state is None else _wrapped(state, self.root))
+            self.root.reset(state if state is None else wrapped_like(self.root, state))
 
 
 def _without_source(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -326,38 +323,3 @@ def _is_foreign(state: Mapping[str, Any]) -> bool:
 
 def _short(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _bare(state: Any) -> Any:
-    """The cursor of a state that is nothing more; else the state as it is."""
-    inner = _transparent(state) if isinstance(state, Mapping) else None
-    return dict(state) if inner is None else _bare(inner)
-
-
-def _transparent(state: Mapping[str, Any]) -> Any:
-    """What the stock Loader, Mapper or Prefetcher wraps; None for a node with a state of its own."""
-    for key in ("source", "it_state"):
-        if set(state) == {key}:
-            return state[key]
-    if set(state) == {"root", "num_yielded"}:
-        return state["root"]
-    if set(state) == {"snapshot", "steps_since_snapshot"} and not state["steps_since_snapshot"]:
-        return state["snapshot"]
-    return None
-
-
-def _wrapped(state: dict[str, Any], root: tn.BaseNode[Any]) -> dict[str, Any]:
-    """``state`` in the shape of the root's own: the stock nodes put something around it."""
-    if "consumed_samples" not in state:
-        return state  # of a node that has more to say than its cursor
-    if not any(type(node).__module__.startswith("torchdata.") for node in upstream(root)):
-        return state
-    wrapped: dict[str, Any] = _replace_cursor(root.state_dict(), state)
-    return wrapped
-
-
-def _replace_cursor(shape: Any, cursor: dict[str, Any]) -> Any:
-    if "consumed_samples" in shape:
-        return cursor
-    wrapped = {key: _replace_cursor(v, cursor) if isinstance(v, Mapping) else v for key, v in shape.items()}
-    return {**wrapped, "steps_since_snapshot": 0} if "steps_since_snapshot" in wrapped else wrapped
