@@ -16,6 +16,7 @@ COMMANDS = {
     "demo": "train a small model on real text, before and after balancing, and check every claim",
     "simulate": "what balance would bring to a file of document lengths",
     "lengths": "scan a dataset once, so that its lengths are known ahead",
+    "trace": "what every stage did when, on all ranks, as a timeline for Perfetto",
     "bench": "benchmarks to run on your own machine",
 }
 BENCHES = {
@@ -23,6 +24,7 @@ BENCHES = {
     "exchange": "payload that moves between ranks, in bytes per second",
     "broadcast": "a batch on its way to a model-parallel peer, beside the bare bytes",
     "stall": "how long a training step waits for its data",
+    "workers": "how much faster samples are read by threads and processes",
     "resume": "how long a resume takes, wherever training stopped",
     "pack": "packing and collating, in tokens per second",
 }

@@ -8,6 +8,7 @@ import re
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,12 +20,15 @@ from evenstep import DataPlane, LoaderConfig, RemoteRankError, StepSampler, buil
 from evenstep.nodes import (
     Fetcher,
     InlineFetcher,
+    PlannedReader,
+    Planner,
     ProcessFetcher,
     SamplerReader,
     ThreadFetcher,
     current_sample_seed,
 )
-from evenstep.nodes.fetch import Unreadable
+from evenstep.nodes.fetch import Pending, Unreadable
+from evenstep.nodes.known import known_metadata
 from evenstep.nodes.sample_seed import SeedKey
 from evenstep.nodes.worker_message import pack_message, unpack_message
 from evenstep.nodes.worker_processes import _explain
@@ -245,30 +249,55 @@ def test_a_dead_worker_is_named_with_its_exit_code_on_every_rank() -> None:
         )
 
 
-class Slow:
-    """Decodes for 8 ms, waiting, so that the number of cores does not matter."""
+class Told(InlineFetcher):
+    """Reads without workers, and writes down what it is asked for and when that is waited for."""
+
+    ahead = True
+
+    def __init__(self, dataset: Any) -> None:
+        super().__init__(dataset)
+        self.events: list[str] = []
+
+    def submit(self, indices: Sequence[int], key: SeedKey) -> Pending:
+        window = sum(event.startswith("ask") for event in self.events)
+        self.events.append(f"ask {window}")
+        events, pending = self.events, super().submit(indices, key)
+
+        class Waited(Pending):
+            def take(self, count: int) -> list[Any]:
+                events.append(f"wait {window}")
+                return pending.take(count)
+
+        return Waited([])
+
+
+class Four:
+    """Samples of four tokens."""
 
     def __len__(self) -> int:
-        return 128
+        return 16
 
     def __getitem__(self, index: int) -> Any:
-        time.sleep(0.008)
-        return {"input_ids": torch.arange(1 + index % 60)}
+        return {"input_ids": torch.arange(4)}
 
 
 @pytest.mark.parametrize("known", [False, True], ids=["online", "metadata"])
-def test_four_workers_decode_nearly_four_times_as_fast(known: bool) -> None:
-    def seconds(workers: int) -> float:
-        config = LoaderConfig(seq_len=64, micro_batch_size=4, num_workers=workers)
-        sampler = StepSampler(128, global_batch_size=64)
-        metadata = [1 + i % 60 for i in range(128)] if known else None
-        with build_loader(Slow(), None, config, sampler=sampler, metadata=metadata) as loader:
-            begin = time.perf_counter()
-            assert sum(1 for _ in loader) == 32
-            return time.perf_counter() - begin
-
-    # The target is 3.6; one busy core may cost some of it.
-    assert max(128 * 0.008 / seconds(4) for _ in range(3)) > 3.0
+def test_workers_have_the_next_window_before_this_one_is_waited_for(known: bool) -> None:
+    plane, config, dataset = DataPlane.single(), LoaderConfig(seq_len=8, num_workers=1), Four()
+    fetcher, sampler = Told(dataset), StepSampler(16, global_batch_size=4)
+    reader: Any
+    if known:
+        source = SamplerReader(sampler, dataset, plane, config, metadata=known_metadata([4] * 16, 16))
+        reader = PlannedReader(Planner(source, plane, config), dataset, plane, config, fetcher=fetcher)
+    else:
+        reader = SamplerReader(sampler, dataset, plane, config, fetcher=fetcher)
+    assert len(list(reader)) == (16 if known else 4)
+    waits = 4 if known else 1  # a micro-batch at a time where rows are read, else the whole window
+    expected = ["ask 0"]
+    for window in range(4):
+        expected += [f"ask {window + 1}"] if window < 3 else []
+        expected += [f"wait {window}"] * waits
+    assert fetcher.events == expected
 
 
 def test_the_next_window_is_read_while_this_one_is_used() -> None:

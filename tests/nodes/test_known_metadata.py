@@ -270,6 +270,30 @@ def test_wrong_metadata_names_the_sample_on_every_rank(corpus: Any) -> None:
     assert reasons[RemoteRankError].sample == 17
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("wrong", [17, 95], ids=["in the middle", "in the last window"])
+def test_the_next_header_tells_what_could_not_be_read(corpus: Any, wrong: int, workers: int) -> None:
+    lengths = list(corpus.lengths)
+    lengths[wrong] -= 1
+
+    def rank(plane: DataPlane) -> tuple[int, str]:
+        config = LoaderConfig(seq_len=512, num_workers=workers, host_prefetch=0)
+        sampler = StepSampler(len(corpus), global_batch_size=8, order="sequential")
+        batches = 0
+        with build_loader(corpus, plane, config, sampler=sampler, metadata=lengths) as loader:
+            try:
+                for _ in loader:
+                    batches += 1
+            except (SampleError, RemoteRankError) as error:
+                return batches, type(error).__name__
+        return batches, "none"
+
+    found = {error: batches for batches, error in SimulatedWorld(2).run(rank)}
+    assert set(found) == {"SampleError", "RemoteRankError"}
+    assert found["RemoteRankError"] == 4 * (wrong // 8 + 1)  # the whole window, and nothing of the next
+    assert found["RemoteRankError"] - 4 <= found["SampleError"] < found["RemoteRankError"]
+
+
 def test_ranks_that_plan_differently_are_told_at_the_next_window(corpus: Any) -> None:
     def rank(plane: DataPlane) -> None:
         lengths = np.array(corpus.lengths)

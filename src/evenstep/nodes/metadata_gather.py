@@ -35,6 +35,8 @@ class MetadataGather(Stage[Window, GatheredWindow]):
         left_out: Samples of this rank that were read but left out because another rank's stream had ended.
     """
 
+    shown_as = "gather"
+
     def __init__(self, source: BaseNode[Window], plane: DataPlane, *, uneven: str = "error") -> None:
         super().__init__(source)
         self.plane = plane
@@ -43,7 +45,9 @@ class MetadataGather(Stage[Window, GatheredWindow]):
 
     def produce(self) -> GatheredWindow:
         """Gather the next window."""
-        window, headers = announce(self.source, self.plane, self._uneven, leave_out=self._leave_out)
+        window, headers = announce(
+            lambda: next(self.source), self.plane, self._uneven, leave_out=self._leave_out
+        )
         group = self.plane.balance
         assert group is not None
         mine = window.columns
@@ -78,16 +82,16 @@ class MetadataGather(Stage[Window, GatheredWindow]):
 
 
 def announce(
-    source: BaseNode[Window],
+    pull: Callable[[], Window],
     plane: DataPlane,
     uneven: str = "error",
     plan: int = 0,
     leave_out: Callable[[Window], None] | None = None,
 ) -> tuple[Window, dict[int, Header]]:
-    """Pull a window and exchange headers; whatever ``source`` does, every rank hears of it.
+    """Pull a window and exchange headers; whatever ``pull`` does, every rank hears of it.
 
     Args:
-        source: Where the windows come from.
+        pull: Gives the next window, or raises StopIteration.
         plane: The data plane.
         uneven: What to do when the streams of some ranks end before others'.
         plan: Digest of the last window's plan, where every rank has made its own; else 0.
@@ -106,7 +110,7 @@ def announce(
     failure: BaseException | None = None
     header = Header(EXHAUSTED, plan=plan)
     try:
-        window = next(source)
+        window = pull()
         header = replace(window_header(window), plan=plan)
     except StopIteration:
         pass

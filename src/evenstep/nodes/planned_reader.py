@@ -11,11 +11,11 @@ from torchdata.nodes import BaseNode
 
 from evenstep.comm.plane import DataPlane
 from evenstep.config import LoaderConfig
-from evenstep.cursor import next_epoch_state
 from evenstep.errors import SampleError
 from evenstep.nodes.describe import Describer, tells_length
 from evenstep.nodes.fetch import Fetcher, Pending, Unreadable
-from evenstep.nodes.items import Counts, GatheredWindow, PlannedBatch, RoutedBatch
+from evenstep.nodes.items import Counts, PlannedBatch, RoutedBatch
+from evenstep.nodes.planner import Planner
 from evenstep.nodes.read import make_fetcher
 from evenstep.nodes.rows import MicroBatch
 from evenstep.nodes.sample_seed import SeedKey
@@ -28,10 +28,9 @@ log = logging.getLogger("evenstep")
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    """A window, this rank's micro-batches of it that are still to come, and their samples under way."""
+class _UnderWay:
+    """This rank's micro-batches of a window that are still to come, and their samples."""
 
-    window: GatheredWindow
     planned: dict[int, MicroBatch]
     pending: Pending
 
@@ -39,9 +38,9 @@ class _Asked:
 class PlannedReader(Stage[PlannedBatch, RoutedBatch]):
     """Nothing moves between ranks: each reads the samples of its own rows.
 
-    Workers begin with all of this rank's samples of a window as soon as it is planned, which is before the last samples
-    of the window before it are waited for. A sample whose length is
-    not what was planned is an error that names it, before it reaches a row.
+    Right behind a `Planner`, workers have this rank's samples of the next window, whole, before any of this one is
+    waited for, so that none of them ever waits. A sample whose length is not what was planned is an error that names it,
+    before it reaches a row.
 
     Args:
         source: Planned micro-batches of windows whose metadata was known.
@@ -58,6 +57,8 @@ class PlannedReader(Stage[PlannedBatch, RoutedBatch]):
     Attributes:
         counts: What this rank has left out since it was built.
     """
+
+    shown_as = "read"
 
     def __init__(
         self,
@@ -80,32 +81,16 @@ class PlannedReader(Stage[PlannedBatch, RoutedBatch]):
         self._compares = metadata_fn is not None or explode is not None
         self._describe = Describer(config, metadata_fn, explode)
         self._loss_tokens = loss_tokens
-        # By the configuration, which is equal on every rank: one that looks ahead waits for the others' headers.
-        self._looks_ahead = config.num_workers > 0
-        self._window: _Asked | None = None
-        self._next_window: _Asked | None = None
-        self._pulled: PlannedBatch | Exception | None = None
-        self._state: dict[str, Any] | None = (
-            None  # of the last item handed out, where the source is ahead of it
-        )
-
-    def reset(self, initial_state: dict[str, Any] | None = None) -> None:
-        """Go to ``initial_state``, or to the epoch after the last item handed out, though the source is ahead of it."""
-        if initial_state is None and self._state is not None:
-            initial_state = next_epoch_state(self._state)
-        super().reset(initial_state)
+        self._planner = source if isinstance(source, Planner) and self._fetcher.ahead else None
+        self._now: _UnderWay | None = None
+        self._following: _UnderWay | None = None
 
     def clear(self) -> None:
         """Forget the windows under way."""
-        for asked in (self._window, self._next_window):
-            if asked is not None:
-                asked.pending.cancel()
-        self._window = self._next_window = None
-        self._pulled = self._state = None
-
-    def get_state(self) -> dict[str, Any]:
-        """The source's state at the last item handed out."""
-        return super().get_state() if self._state is None else dict(self._state)
+        for window in (self._now, self._following):
+            if window is not None:
+                window.pending.cancel()
+        self._now = self._following = None
 
     def set_epoch(self, epoch: int) -> None:
         """Pass a new epoch on to the dataset, where it has ``set_epoch``."""
@@ -119,16 +104,13 @@ class PlannedReader(Stage[PlannedBatch, RoutedBatch]):
 
     def produce(self) -> RoutedBatch:
         """Read the rows of the next micro-batch."""
-        batch = self._pull()
-        asked = self._window
-        assert asked is not None
-        if self._looks_ahead and batch.micro_batch == batch.window.place.count - 1:
-            self._look_ahead()
-        mine = asked.planned.pop(batch.micro_batch)
+        batch = next(self.source)
+        window = self._window_of(batch)
+        mine = window.planned.pop(batch.micro_batch)
         kept: list[int] = []
         rows: list[list[Any]] = []
         for row in mine.rows:
-            values = asked.pending.take(len(row))
+            values = window.pending.take(len(row))
             checked = [self._checked(batch, i, value) for i, value in zip(row, values, strict=True)]
             readable = [k for k, value in enumerate(checked) if not isinstance(value, Unreadable)]
             rows.append([checked[k] for k in readable])
@@ -139,29 +121,15 @@ class PlannedReader(Stage[PlannedBatch, RoutedBatch]):
             mine = mine.keep(batch, kept, self._config)
         return mine.routed(rows)
 
-    def _pull(self) -> PlannedBatch:
-        """The next micro-batch, its window's samples asked for."""
-        pulled = self._pulled
-        if isinstance(pulled, Exception):
-            raise pulled
-        batch = next(self.source) if pulled is None else pulled
-        self._pulled = self._state = None
-        if self._window is None or batch.window is not self._window.window:
-            self._window = self._ask(batch) if self._next_window is None else self._next_window
-            self._next_window = None
-        return batch
+    def _window_of(self, batch: PlannedBatch) -> _UnderWay:
+        """The samples of the window that ``batch`` is of; workers go on with those of the next one."""
+        if self._now is None or not self._now.planned:
+            self._now = self._ask(batch) if self._following is None else self._following
+            following = None if self._planner is None else self._planner.following()
+            self._following = None if following is None else self._ask(following)
+        return self._now
 
-    def _look_ahead(self) -> None:
-        """Workers go on with the next window while the last samples of this one are read."""
-        self._state = self.source.state_dict()
-        try:
-            following = next(self.source)
-            self._next_window = self._ask(following)
-            self._pulled = following
-        except Exception as error:
-            self._pulled = error
-
-    def _ask(self, batch: PlannedBatch) -> _Asked:
+    def _ask(self, batch: PlannedBatch) -> _UnderWay:
         """Begin with all samples of this rank that are left of a window."""
         window, place = batch.window, batch.window.place
         assert window.indices is not None, "only windows with known metadata are read after planning"
@@ -171,7 +139,7 @@ class PlannedReader(Stage[PlannedBatch, RoutedBatch]):
         }
         samples = [i for mine in planned.values() for row in mine.rows for i in row]
         key = SeedKey(place.start.seed, place.start.epoch)
-        return _Asked(window, planned, self._fetcher.submit(window.indices[samples].tolist(), key))
+        return _UnderWay(planned, self._fetcher.submit(window.indices[samples].tolist(), key))
 
     def _checked(self, batch: PlannedBatch, sample: int, value: Any) -> Any:
         """``value``, or `Unreadable` where that is skipped."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from evenstep.comm.plans import SharedPlan, compare_plan, send_plan
 from evenstep.config import LoaderConfig
 from evenstep.cursor import next_epoch_state
 from evenstep.nodes.balance import Balance
-from evenstep.nodes.items import GatheredWindow, Place, PlannedBatch
+from evenstep.nodes.items import GatheredWindow, Place, PlannedBatch, Window
 from evenstep.nodes.metadata_gather import MetadataGather, announce
 from evenstep.nodes.stage import Stage, call, upstream
 from evenstep.plan import Plan, plan_window, reference_layout
@@ -27,6 +27,15 @@ __all__ = ["Planner"]
 
 _KEPT_PLANS = 64  # for whoever asks how balanced the last batches were; more are never in flight
 _SOME_PLAN = 1  # stands for the digest where balance groups have plans of their own
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A window whose metadata was known, and its plan, or why there is none."""
+
+    read: Window
+    window: GatheredWindow
+    shared: SharedPlan | Exception
 
 
 class Planner(Stage[Any, PlannedBatch]):
@@ -41,6 +50,8 @@ class Planner(Stage[Any, PlannedBatch]):
         balances: The last windows planned on this rank, oldest first; empty where plans are only received.
     """
 
+    shown_as = "plan"
+
     def __init__(self, source: BaseNode[Any], plane: DataPlane, config: LoaderConfig) -> None:
         super().__init__(source)
         self.plane = plane
@@ -50,6 +61,7 @@ class Planner(Stage[Any, PlannedBatch]):
         self._pending: deque[PlannedBatch] = deque()
         self._state: dict[str, Any] | None = None
         self._digest = 0  # of the last plan, where every rank makes its own
+        self._ahead: _Known | Exception | None = None  # the next window, which only this rank has planned
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
         """Go to ``initial_state``, or to the epoch after the last micro-batch handed out; its source is ahead of it."""
@@ -63,6 +75,7 @@ class Planner(Stage[Any, PlannedBatch]):
         self.balances.clear()
         self._state = None
         self._digest = 0
+        self._ahead = None
 
     def get_state(self) -> dict[str, Any]:
         """The cursor after the last micro-batch handed out."""
@@ -87,15 +100,41 @@ class Planner(Stage[Any, PlannedBatch]):
         self._state = batch.window.place.after(batch.micro_batch + 1, batch.digest)
         return batch
 
+    def following(self) -> PlannedBatch | None:
+        """The first micro-batch of the next window, for who begins to read it while this one is used.
+
+        Nobody else hears of it before its turn, so that its header tells all that has gone wrong until then. None
+        where the next plan is not this rank's alone to make, and at the end of the stream.
+        """
+        if self._gathered or self._state is None:
+            return None
+        if self._ahead is None:
+            try:
+                self._ahead = self._known()
+            except StopIteration:
+                self._ahead = StopIteration()  # without the frames that the one just caught would keep
+            except Exception as error:
+                self._ahead = error
+        if isinstance(self._ahead, Exception) or isinstance(self._ahead.shared, Exception):
+            return None
+        window, shared = self._ahead.window, self._ahead.shared
+        window = replace(window, place=_resolved(window.place, shared))
+        return PlannedBatch(window, shared.assignment, 0, self._told_digest(shared))
+
+    def _told_digest(self, shared: SharedPlan) -> int:
+        topology = self.plane.topology
+        return shared.digest if topology.dp_size == topology.balance_group_size else _SOME_PLAN
+
     def _plan_next(self) -> list[PlannedBatch]:
-        window: GatheredWindow = next(self.source) if self._gathered else self._announced()
-        shared = call("planning", self._share, window)
-        place, topology = window.place, self.plane.topology
-        digest = shared.digest if topology.dp_size == topology.balance_group_size else _SOME_PLAN
-        count = shared.micro_batches
+        if self._gathered:
+            window: GatheredWindow = next(self.source)
+            shared = call("planning", self._share, window)
+        else:
+            window, shared = self._announced()
+        place, digest, count = window.place, self._told_digest(shared), shared.micro_batches
         if place.skip and (digest != place.plan or place.skip >= count):
             return self._begin_again(place)
-        resolved = replace(place, count=count, total=place.total or count, skip=0, plan=0)
+        resolved = _resolved(place, shared)
         if shared.plan is not None:
             reference, _ = self._reference(window)
             holders = None if window.holders is None else self._holders(window)
@@ -117,23 +156,45 @@ class Planner(Stage[Any, PlannedBatch]):
         self.source.reset(place.begin())
         return []
 
-    def _announced(self) -> GatheredWindow:
+    def _announced(self) -> tuple[GatheredWindow, SharedPlan]:
         """A window whose metadata every rank knows: only the status header is exchanged."""
-        window, _ = announce(self.source, self.plane, plan=self._digest)
-        topology, place = self.plane.topology, window.place
-        loss = window.columns.known_loss_tokens()
+        taken: list[_Known] = []
+
+        def pull() -> Window:
+            ahead, self._ahead = self._ahead, None
+            if isinstance(ahead, Exception):
+                raise ahead
+            taken.append(self._known() if ahead is None else ahead)
+            return taken[0].read
+
+        announce(pull, self.plane, plan=self._digest)
+        known = taken[0]
+        if isinstance(known.shared, Exception):
+            raise known.shared
+        self._digest = known.shared.digest  # which the next header compares
+        return known.window, known.shared
+
+    def _known(self) -> _Known:
+        """The next window and its plan, from what this rank knows; what fails in planning is raised in its turn."""
+        read: Window = next(self.source)
+        topology, place = self.plane.topology, read.place
+        loss = read.columns.known_loss_tokens()
         whole = place.count == place.total and topology.balance_group_size == topology.dp_size
         whole = whole and self._config.on_sample_error == "raise"  # else a sample may be missing
-        return GatheredWindow(
+        window = GatheredWindow(
             place=place,
-            columns=window.columns,
+            columns=read.columns,
             holders=None,
-            indices=window.indices,
+            indices=read.indices,
             local={},
-            owners=window.owners,
+            owners=read.owners,
             step_loss_tokens=loss if whole and loss >= 0 else None,
-            counts=window.counts,
+            counts=read.counts,
         )
+        try:
+            return _Known(read, window, call("planning", self._share, window))
+        except Exception as error:
+            return _Known(read, window, error)
 
     def _share(self, window: GatheredWindow) -> SharedPlan:
         group = self.plane.balance
@@ -142,13 +203,8 @@ class Planner(Stage[Any, PlannedBatch]):
         def make() -> Plan:
             return self._plan(window)
 
-        if len(group.ranks) == 1:
+        if len(group.ranks) == 1 or not self._gathered:  # where all know everything, nothing is sent
             return SharedPlan.of(make())
-        if not self._gathered:
-            # Everybody knows everything: nothing is sent, and the next header compares.
-            shared = SharedPlan.of(make())
-            self._digest = shared.digest
-            return shared
         if not self._config.broadcast_plan:
             return compare_plan(group, make)
         planner = group.ranks.index(self.plane.topology.planner)
@@ -200,6 +256,12 @@ class Planner(Stage[Any, PlannedBatch]):
         dp_of = {rank: d for d, replica in enumerate(topology.replicas) for rank in replica}
         by_position = np.array([dp_of[rank] - topology.group_start for rank in group.ranks], dtype=np.int32)
         return by_position[window.holders]
+
+
+def _resolved(place: Place, shared: SharedPlan) -> Place:
+    """``place`` once the plan tells how many micro-batches there are."""
+    count = shared.micro_batches
+    return replace(place, count=count, total=place.total or count, skip=0, plan=0)
 
 
 def _telling_bytes(columns: Columns) -> npt.NDArray[np.int64] | None:

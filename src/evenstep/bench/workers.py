@@ -1,0 +1,131 @@
+"""How much faster workers read: samples that take their time, with threads and with processes, beside one reader."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from statistics import median
+from typing import Any, Literal
+
+import torch
+
+from evenstep.bench.machine import as_line, describe_machine
+from evenstep.build import build_loader
+from evenstep.config import LoaderConfig
+from evenstep.sampling import StepSampler
+
+__all__ = ["add_arguments", "measure", "run"]
+
+_ROWS = 64  # per step, and so samples per window
+_MICRO_BATCH = 4
+_WARM_UP = 2  # steps
+_LONGEST = 60
+_GRAPHS = {"unknown": "lengths unknown", "known": "lengths known ahead"}
+_KINDS: tuple[Literal["thread", "process"], ...] = ("thread", "process")
+
+
+class _Waiting:
+    """Each sample waits as a disk or a network would, so that the number of cores does not matter."""
+
+    def __init__(self, steps: int, read_seconds: float) -> None:
+        self._read_seconds = read_seconds
+        self.lengths = [1 + index % _LONGEST for index in range(steps * _ROWS)]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        time.sleep(self._read_seconds)
+        return {"input_ids": torch.arange(self.lengths[index])}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``evenstep bench workers``."""
+    parser.add_argument("--workers", type=int, default=4, metavar="N", help="threads or processes")
+    parser.add_argument("--read-ms", type=float, default=8.0, metavar="MS", help="reading time of a sample")
+    parser.add_argument("--steps", type=int, default=16, metavar="N", help=f"steps of {_ROWS} samples")
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="runs of each measurement")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+
+def measure(
+    *, workers: int = 4, read_seconds: float = 0.008, steps: int = 16, repeats: int = 3
+) -> dict[str, Any]:
+    """Samples per second beside those of a loader without workers, and seconds until the first batch.
+
+    The loop does nothing but take batches. The rate is that between the second step and the last but one: before, workers
+    are started and have nothing read ahead; after it they run out of samples. ``of_workers`` is the speed-up divided by their number, the median over ``repeats``
+    runs; ``best_of_workers`` is that of the best run, which a busy machine disturbs least.
+
+    Raises:
+        ValueError: There are no steps left to measure.
+    """
+    if steps < _WARM_UP + 2:
+        raise ValueError(
+            f"steps={steps}, expected at least {_WARM_UP + 2}: {_WARM_UP} warm up, and the last is not counted"
+        )
+    single = min(_run(read_seconds, _WARM_UP + 2, None, known=False)[0] for _ in range(repeats))
+    result: dict[str, Any] = {
+        "machine": describe_machine(),
+        "workers": workers,
+        "read_seconds": read_seconds,
+        "steps": steps,
+        "samples_per_step": _ROWS,
+        "single_seconds_per_sample": single,
+    }
+    for graph in _GRAPHS:
+        result[graph] = {}
+        for kind in _KINDS:
+            config = {"num_workers": workers, "worker": kind}
+            runs = [_run(read_seconds, steps, config, known=graph == "known") for _ in range(repeats)]
+            shares = [single / seconds / workers for seconds, _ in runs]
+            result[graph][kind] = {
+                "of_workers": median(shares),
+                "best_of_workers": max(shares),
+                "first_batch_seconds": median(first for _, first in runs),
+            }
+    return result
+
+
+def _run(
+    read_seconds: float, steps: int, options: dict[str, Any] | None, *, known: bool
+) -> tuple[float, float]:
+    """Seconds per sample once warm, and until the first batch."""
+    dataset = _Waiting(steps, read_seconds)
+    config = LoaderConfig(seq_len=_LONGEST, micro_batch_size=_MICRO_BATCH, **(options or {}))
+    sampler = StepSampler(len(dataset), global_batch_size=_ROWS)
+    metadata = dataset.lengths if known else None
+    with build_loader(dataset, None, config, sampler=sampler, metadata=metadata) as loader:
+        begin = time.perf_counter()
+        arrivals = [time.perf_counter() - begin for _ in loader]
+    ends = arrivals[_ROWS // _MICRO_BATCH - 1 :: _ROWS // _MICRO_BATCH]
+    return (ends[-2] - ends[_WARM_UP - 1]) / (steps - 1 - _WARM_UP) / _ROWS, arrivals[0]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure what ``args`` says, print it on stdout, and return the exit status."""
+    result = measure(
+        workers=args.workers, read_seconds=args.read_ms / 1e3, steps=args.steps, repeats=args.repeats
+    )
+    print(json.dumps(result, indent=2) if args.json else _as_text(result))
+    return 0
+
+
+def _as_text(result: dict[str, Any]) -> str:
+    workers = result["workers"]
+    lines = [
+        as_line(result["machine"]),
+        f"{result['read_seconds'] * 1e3:g} ms to read a sample, steps of {result['samples_per_step']} samples; without "
+        f"workers {result['single_seconds_per_sample'] * 1e3:.2f} ms a sample",
+        "",
+        f"{workers} workers                        speed-up   of {workers}x   best run   first batch after",
+    ]
+    for graph, title in _GRAPHS.items():
+        for kind in _KINDS:
+            found = result[graph][kind]
+            lines.append(
+                f"  {title:<20} {kind:<9} {found['of_workers'] * workers:8.2f}x {found['of_workers']:6.0%} "
+                f"{found['best_of_workers']:10.0%} {found['first_batch_seconds']:13.2f} s"
+            )
+    return "\n".join(lines)
