@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import random
 import threading
-import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -15,14 +13,13 @@ from multiprocessing.context import BaseContext
 from queue import Empty, SimpleQueue
 from typing import Any, TypeAlias
 
-import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
-from evenstep.nodes.fetch import Pending, Unreadable, fetch_samples
+from evenstep.nodes.fetch import Pending
 from evenstep.nodes.sample_seed import SeedKey
-from evenstep.nodes.worker_message import pack_message, rebuilt, unpack_message
-from evenstep.sampling import sample_seed
+from evenstep.nodes.worker_dataset import Chunk, FailedSample, GuardedDataset
+from evenstep.nodes.worker_message import pack_message, unpack_message
 
 __all__ = ["ProcessFetcher"]
 
@@ -30,8 +27,6 @@ _PARTS = 8  # of a request for each worker: fine enough that no worker waits lon
 _LARGEST_PART = 32
 _LAST_BREATH = 2.0  # seconds in which a worker whose connection broke is seen to be dead
 _PATIENCE = 5.0  # seconds that the driving thread gets to end its workers
-
-Chunk = tuple[SeedKey, list[int]]
 
 
 @dataclass
@@ -75,7 +70,7 @@ class ProcessFetcher:
 
         def build() -> DataLoader[Any]:
             return DataLoader(
-                _Guarded(dataset),
+                GuardedDataset(dataset),
                 batch_sampler=work,  # type: ignore[arg-type]  # any iterable of what __getitems__ takes
                 num_workers=num_workers,
                 collate_fn=pack_message,
@@ -116,76 +111,6 @@ class ProcessFetcher:
 
 
 _Requests: TypeAlias = "SimpleQueue[_Request | Callable[[], DataLoader[Any]] | None]"
-
-
-class _Guarded(Dataset[Any]):
-    """The dataset inside a worker: its errors come back as values, so that they keep their index."""
-
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
-
-    def __getitem__(self, index: Any) -> Any:
-        raise NotImplementedError("read by __getitems__")
-
-    def __getitems__(self, chunk: Chunk) -> list[Any]:
-        key, indices = chunk
-        try:
-            return [_portable(value) for value in self._read(key, indices)]
-        except (
-            KeyboardInterrupt,
-            SystemExit,
-            GeneratorExit,
-        ):  # of the dataset: it would end the worker untold
-            return [_portable(value) for index in indices for value in self._read_one(key, index)]
-
-    def _read(self, key: SeedKey, indices: list[int]) -> list[Any]:
-        if callable(getattr(self._dataset, "__getitems__", None)):
-            _seed_everything(sample_seed(key.seed, key.epoch, indices[0]))
-            return fetch_samples(self._dataset, indices, key)
-        values: list[Any] = []
-        for index in indices:
-            _seed_everything(sample_seed(key.seed, key.epoch, index))
-            values += fetch_samples(self._dataset, [index], key)
-        return values
-
-    def _read_one(self, key: SeedKey, index: int) -> list[Any]:
-        try:
-            return self._read(key, [index])
-        except (KeyboardInterrupt, SystemExit, GeneratorExit) as error:
-            told = (
-                f"the dataset raised {type(error).__name__}({str(error)!r}), which would end a worker process"
-            )
-            failed = RuntimeError(told)
-            failed.__cause__ = error
-            return [Unreadable(failed)]
-
-
-def _seed_everything(seed: int) -> None:
-    """The process is a worker, so its global generators are ours."""
-    torch.default_generator.manual_seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002 - datasets still draw from the legacy state
-    random.seed(seed)
-
-
-def _portable(value: Any) -> Any:
-    """An error that another process can rebuild, with the traceback it cannot."""
-    if not isinstance(value, Unreadable):
-        return value
-    text = "".join(traceback.format_exception(value.error))
-    error = rebuilt(value.error)
-    if error is None:
-        error = RuntimeError(f"{type(value.error).__name__}: {value.error}")
-    return _Failed(error, text)
-
-
-@dataclass(frozen=True, slots=True)
-class _Failed:
-    error: Exception
-    traceback: str
-
-    def unwrap(self) -> Unreadable:
-        self.error.__cause__ = RuntimeError(f"in a worker process:\n{self.traceback}")
-        return Unreadable(self.error)
 
 
 class _Work:
@@ -252,7 +177,7 @@ def _drive(requests: _Requests, work: _Work) -> None:
             assert build is not None
             loader = build() if loader is None else loader
             for message in loader:
-                work.done([v.unwrap() if isinstance(v, _Failed) else v for v in unpack_message(message)])
+                work.done([v.unwrap() if isinstance(v, FailedSample) else v for v in unpack_message(message)])
         except Exception as error:
             work.fail(_explain(error, loader))
             loader = None
