@@ -78,7 +78,7 @@ nitpick_ignore_regex = [
         r"py:.*",
         r"(.*\.)?(Columns|Rounds|Groups|Communicator|Launcher|LaunchDesk|Pending|KnownMetadata|SeedKey)",
     ),
-    (r"py:.*", r"(.*\.)?(BufferPool|ModelPlane|Padding|Simulated\w+|StepPicture)"),
+    (r"py:.*", r"(.*\.)?(BufferPool|ModelPlane|Padding|Watcher|Simulated\w+|StepPicture)"),
     (
         r"py:.*",
         r"(.*\.)?(RowStatistics|LocalStream|LocalRows|Layout|RowLimits|RowNeeds|Stamp|Pool|Moves|Exchange)",
@@ -89,6 +89,7 @@ MODULES = [
     "evenstep.build",
     "evenstep.config",
     "evenstep.loader",
+    "evenstep.timeline",
     "evenstep.cursor",
     "evenstep.samples",
     "evenstep.errors",
@@ -105,6 +106,7 @@ MODULES = [
     "evenstep.topology",
     "evenstep.device",
     "evenstep.simulate",
+    "evenstep.trace",
     "evenstep.testing",
 ]
 

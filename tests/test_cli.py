@@ -43,7 +43,7 @@ def test_help_imports_no_command() -> None:
     assert (done.returncode, done.stderr) == (0, "")
     *text, imported = done.stdout.splitlines()
     assert imported == ""
-    for command in ("demo", "simulate", "bench"):
+    for command in ("demo", "simulate", "trace", "bench"):
         assert any(line.split()[:1] == [command] for line in text)
 
 

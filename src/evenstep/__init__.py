@@ -20,6 +20,7 @@ from evenstep.packing import Shard, collate_rows, collate_varlen, pack_text
 from evenstep.plan import Objective, PackingConstraints, Plan, plan_window
 from evenstep.samples import BatchInfo, MetadataTable, SampleMetadata
 from evenstep.sampling import MixtureSampler, Step, StepSampler, TokenBudgetSampler
+from evenstep.timeline import Timeline
 
 __version__ = "0.1.0"
 
@@ -48,6 +49,7 @@ __all__ = [
     "Step",
     "StepSampler",
     "TensorSpec",
+    "Timeline",
     "TokenBudgetSampler",
     "TransformerCost",
     "WireFormatError",

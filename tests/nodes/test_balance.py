@@ -169,3 +169,16 @@ def test_it_prints_as_scalars(corpus: Any) -> None:
     )
     assert text == f"Balance({told})"
     assert len(text) < 500
+
+
+def test_scalars_are_the_numbers_under_names_of_their_own(corpus: Any) -> None:
+    (heard, _), _ = SimulatedWorld(2).run(lambda plane: listen(plane, corpus, "online"))
+    balance = heard[0][1]
+    told = balance.to_dict()
+    assert balance.scalars() == {
+        f"balance/{name}": value
+        for name, value in told.items()
+        if name not in ("step", "micro_batch", "algorithm")
+    }
+    assert all(type(value) is float for value in balance.scalars().values())
+    assert balance.scalars("data/")["data/num_tokens"] == balance.num_tokens > 0

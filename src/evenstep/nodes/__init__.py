@@ -25,6 +25,7 @@ from evenstep.nodes.planner import Planner
 from evenstep.nodes.sample_seed import current_sample_seed
 from evenstep.nodes.sampler_reader import SamplerReader
 from evenstep.nodes.shard_pad import ShardPad
+from evenstep.nodes.spans import Watched, in_span
 from evenstep.nodes.stage import Stage
 from evenstep.nodes.step_builder import StepBuilder
 from evenstep.nodes.worker_processes import ProcessFetcher
@@ -56,6 +57,8 @@ __all__ = [
     "Stage",
     "StepBuilder",
     "ThreadFetcher",
+    "Watched",
     "Window",
     "current_sample_seed",
+    "in_span",
 ]

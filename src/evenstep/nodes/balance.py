@@ -197,6 +197,15 @@ class Balance:
             "algorithm": self.plan.decision.algorithm,
         }
 
+    def scalars(self, prefix: str = "balance/") -> dict[str, float]:
+        """The numbers of `to_dict` by name, as trackers take them; the step is `step`.
+
+        ``wandb.log(balance.scalars(), step=balance.step)``, or ``writer.add_scalar(name, value, balance.step)`` for each.
+        """
+        told = self.to_dict()
+        left_out = ("step", "micro_batch", "algorithm")
+        return {f"{prefix}{name}": float(value) for name, value in told.items() if name not in left_out}
+
 
 def _short(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else repr(value)

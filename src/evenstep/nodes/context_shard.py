@@ -29,6 +29,8 @@ class ContextShard(Stage[Any, Any]):
         ValueError, TypeError: A shard does not fit.
     """
 
+    shown_as = "shard"
+
     def __init__(self, source: BaseNode[Any], plane: DataPlane, shard: Mapping[str, Shard | None]) -> None:
         super().__init__(source)
         self._sharding = Sharding.of(shard, plane.topology.model_coordinate)

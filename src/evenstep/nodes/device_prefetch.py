@@ -22,6 +22,7 @@ from evenstep.device import (
     to_device,
 )
 from evenstep.nodes.epoch_after import epoch_after
+from evenstep.nodes.spans import in_span
 from evenstep.nodes.stage import Stage
 
 __all__ = ["DevicePrefetch"]
@@ -107,6 +108,8 @@ class DevicePrefetch(Stage[Any, Any]):
         ValueError: ``depth`` is negative.
     """
 
+    shown_as = "copy"
+
     def __init__(
         self,
         source: BaseNode[Any],
@@ -170,12 +173,16 @@ class DevicePrefetch(Stage[Any, Any]):
         consumer.wait_event(item.copied)
         books.handed[-1] = _Slot(DeviceMemory(item.batch, self._cpu_fields), consumer)
         books.sources.append((item.copied, item.host))
-        self.prefetch()
+        self._stage_ahead()
         self._handed_state, self.last_host_batch = item.state, item.host
         return item.batch
 
+    @in_span
     def prefetch(self) -> None:
         """Stage ahead what is ready, without waiting; repeating it does no harm."""
+        self._stage_ahead()
+
+    def _stage_ahead(self) -> None:
         if self._streams is None:
             return
         streams, books = self._streams, self._books

@@ -22,6 +22,7 @@ from evenstep.nodes.items import Counts, Place, Window
 from evenstep.nodes.layout import Layout
 from evenstep.nodes.local_streams import LocalRows, LocalStream, PaddingRow, local_stream
 from evenstep.nodes.read import SampleReader, make_fetcher
+from evenstep.nodes.spans import Watched, in_span
 from evenstep.nodes.stage import call
 from evenstep.nodes.streams import check_serialisable, pass_epoch_on
 from evenstep.packing import LossCounter, count_loss_tokens
@@ -34,7 +35,7 @@ _POSITIONS = 1 << 21  # in a row
 _LOCAL = 1 << 28  # in a local step under "auto"
 
 
-class ExternalStepReader(BaseNode[Window]):
+class ExternalStepReader(BaseNode[Window], Watched):
     """The source of a graph over rank-local streams.
 
     Each constructor has a stream of its own. A local step is a list of rows, each a list of samples (or one bare
@@ -70,6 +71,8 @@ class ExternalStepReader(BaseNode[Window]):
         ValueError: A rank other than the constructors would have to read, or one of them has no source.
         TypeError: The source makes no steps.
     """
+
+    shown_as = "read"
 
     def __init__(
         self,
@@ -231,6 +234,7 @@ class ExternalStepReader(BaseNode[Window]):
         """The cursor after the last window handed out, and this rank's position beside it."""
         return dict(self._state)
 
+    @in_span
     def next(self) -> Window:
         """The next window of this rank's steps."""
         place = next(self._places, None)

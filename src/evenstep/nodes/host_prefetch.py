@@ -13,6 +13,7 @@ from torchdata.nodes import BaseNode
 from evenstep.cursor import find_cursor
 from evenstep.nodes.epoch_after import epoch_after
 from evenstep.nodes.producer import Produced, Producer
+from evenstep.nodes.spans import in_span
 from evenstep.nodes.stage import Stage, met_again
 
 __all__ = ["HostPrefetch", "is_boundary"]
@@ -31,6 +32,8 @@ class HostPrefetch(Stage[T, T]):
         source: Anything; only the thread calls it.
         depth: Items produced ahead; None: the whole next window, that is up to the second window boundary ahead.
     """
+
+    shown_as = "wait"
 
     def __init__(self, source: BaseNode[T], depth: int | None = None) -> None:
         super().__init__(source)
@@ -63,6 +66,7 @@ class HostPrefetch(Stage[T, T]):
         assert self._state is not None
         return self._state
 
+    @in_span
     def next(self) -> T:
         """The next item; an error or an end, once met, is met again until `reset`.
 

@@ -49,6 +49,8 @@ class ModelBroadcast(Stage[Any, Any]):
         spec: What every batch looks like, so that no structure is told; the same on every rank.
     """
 
+    shown_as = "broadcast"
+
     def __init__(self, source: BaseNode[Any], plane: ModelPlane, spec: BatchSpec | None = None) -> None:
         super().__init__(source)
         self._alone = len(plane.model.ranks) == 1

@@ -26,6 +26,8 @@ class Packer(Stage[RoutedBatch, Any]):
         collate: ``rows -> batch``.
     """
 
+    shown_as = "pack"
+
     def __init__(
         self,
         source: BaseNode[RoutedBatch],

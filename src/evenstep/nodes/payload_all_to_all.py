@@ -30,6 +30,8 @@ class PayloadAllToAll(Stage[PlannedBatch, RoutedBatch]):
         pool: Where buffers come from; default: a pool of its own.
     """
 
+    shown_as = "exchange"
+
     def __init__(
         self,
         source: BaseNode[PlannedBatch],

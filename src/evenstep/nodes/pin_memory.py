@@ -25,6 +25,8 @@ class PinMemory(Stage[Any, Any]):
         cpu_fields: Paths of fields that stay on the host (``"labels"``, ``"vision.grid"``): not pinned.
     """
 
+    shown_as = "pin"
+
     def __init__(
         self, source: BaseNode[Any], device: DeviceLike, *, cpu_fields: Collection[str] = ()
     ) -> None:

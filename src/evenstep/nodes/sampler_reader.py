@@ -21,6 +21,7 @@ from evenstep.nodes.known import KnownMetadata
 from evenstep.nodes.layout import Layout
 from evenstep.nodes.read import SampleReader, make_fetcher
 from evenstep.nodes.sample_seed import SeedKey
+from evenstep.nodes.spans import Watched, in_span, watch
 from evenstep.nodes.stage import call
 from evenstep.packing import LossCounter, count_loss_tokens
 from evenstep.sampling import Sampler, Step
@@ -40,7 +41,7 @@ class _Asked:
     pending: Pending | None
 
 
-class SamplerReader(BaseNode[Window]):
+class SamplerReader(BaseNode[Window], Watched):
     """The source of a graph over a map-style dataset.
 
     Its state is the shared cursor, and the place where a stream is left and another begun: `reset` finishes the
@@ -69,6 +70,8 @@ class SamplerReader(BaseNode[Window]):
     Raises:
         ValueError: The sampler's steps do not divide over the mesh.
     """
+
+    shown_as = "read"
 
     def __init__(
         self,
@@ -197,6 +200,7 @@ class SamplerReader(BaseNode[Window]):
         steps = len(self.sampler) if steps_in is None else int(steps_in(epoch))
         return steps * self.layout.accumulation_steps
 
+    @in_span
     def next(self) -> Window:
         """Read the next window."""
         asked, self._ahead = self._ahead, None
@@ -221,7 +225,7 @@ class SamplerReader(BaseNode[Window]):
         return dict(self._state)
 
     def _next_step(self) -> Place:
-        step = call("sampler.step_at", self.sampler.step_at, self._position)
+        step = watch(self, lambda: call("sampler.step_at", self.sampler.step_at, self._position), "sampler")
         if step is None:
             raise StopIteration
         self._check(step)

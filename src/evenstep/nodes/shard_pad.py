@@ -33,6 +33,8 @@ class ShardPad(Stage[Any, Any]):
         ValueError, TypeError: A shard does not fit.
     """
 
+    shown_as = "pad"
+
     def __init__(
         self,
         source: BaseNode[Any],

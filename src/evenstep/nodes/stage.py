@@ -7,6 +7,8 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 from torchdata.nodes import BaseNode
 
+from evenstep.nodes.spans import Watched, watch
+
 __all__ = ["Stage", "call", "met_again", "nothing_lost", "upstream"]
 
 In = TypeVar("In")
@@ -17,12 +19,13 @@ Result = TypeVar("Result")
 _NOTHING_LOST = "evenstep_nothing_lost"
 
 
-class Stage(BaseNode[Out], Generic[In, Out]):
+class Stage(BaseNode[Out], Watched, Generic[In, Out]):
     """A node over one ``source``: pulls one item, does one thing, hands out the next kind of item.
 
     Its state is its source's state at the last item it handed out, so that `state_dict` of any stage, at any
     depth, is the bare cursor. Subclasses implement `produce` and, if they hold anything, extend `clear`;
-    a stage that runs ahead or hands out several items for one overrides `get_state`.
+    a stage that runs ahead or hands out several items for one overrides `get_state`. In traces each item is a span
+    named ``evenstep.<shown_as>``.
     """
 
     def __init__(self, source: BaseNode[In]) -> None:
@@ -42,7 +45,7 @@ class Stage(BaseNode[Out], Generic[In, Out]):
         if self._stopped is not None:
             raise self._stopped
         try:
-            return self.produce()
+            return watch(self, self.produce)
         except BaseException as error:
             self._stopped = met_again(error)
             if isinstance(error, Exception) and not isinstance(error, StopIteration):
