@@ -64,7 +64,7 @@ def measure(*, ranks: int = 2, kib: tuple[int, ...] = _KIB, repeats: int = 40) -
 
 def _rank(rank: int, kib: tuple[int, ...], repeats: int) -> list[tuple[list[float], ...]]:
     """Seconds of every turn on this rank, by size and way."""
-    groups = [dist.new_group(list(range(dist.get_world_size()))) for _ in range(2)]
+    groups = [dist.new_group(list(range(dist.get_world_size()))) for _ in range(4)]
     communicator = ProcessGroupCommunicator(
         groups[0], timeout=timedelta(minutes=1), device=torch.device("cpu"), name="model"
     )
@@ -89,10 +89,10 @@ def _rank(rank: int, kib: tuple[int, ...], repeats: int) -> list[tuple[list[floa
         def each(batch: Any = batch, kept: list[Any] = kept) -> None:
             arrived = [tensor if rank == 0 else torch.empty_like(tensor) for tensor in batch.values()]
             for tensor in arrived:
-                dist.broadcast(tensor, 0, group=groups[1])
+                dist.broadcast(tensor, 0, group=groups[2])
             kept[1] = arrived
 
-        results.append(_take_turns((evenstep, raw, each), repeats, groups[1]))
+        results.append(_take_turns((evenstep, raw, each), repeats, groups[3]))
     return results
 
 
@@ -102,7 +102,7 @@ def _take_turns(
     seconds: tuple[list[float], ...] = tuple([] for _ in ways)
     for turn in range(_WARM_UP + repeats):
         for way, found in zip(ways, seconds, strict=True):
-            dist.barrier(group=group)
+            dist.barrier(group=group)  # of nobody's: its connections and threads are awake
             begin = time.perf_counter()
             way()
             if turn >= _WARM_UP:

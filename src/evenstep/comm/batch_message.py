@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -69,15 +69,18 @@ class MessageChannel:
         """The next message is the first of another stream (an epoch, a loaded state)."""
         self._stream = (self._stream + 1) & 0xFFFFFFFF
 
-    def post(
+    def compose(
         self,
         kind: int,
         document: bytes,
         extra: bytes = b"",
         tail: int = 0,
         fill: Callable[[torch.Tensor], object] | None = None,
-    ) -> None:
-        """Send one message; ``fill`` writes its tail into the uint8 ``[tail]`` that it is given."""
+    ) -> Iterator[torch.Tensor]:
+        """The next message as what is to be broadcast, in order.
+
+        ``fill`` writes its tail into the uint8 ``[tail]`` that it is given.
+        """
         head = _HEADER.pack(_MAGIC, kind, self._stream, len(document), len(extra), self._number, tail)
         body = len(head) + len(document) + len(extra)
         sizes = self._sizes(body, tail)
@@ -86,13 +89,13 @@ class MessageChannel:
         message.numpy()[:body] = np.frombuffer(head + document + extra, np.uint8)
         if sizes.tail_at is not None and fill is not None:
             fill(message[sizes.tail_at : sizes.tail_at + tail])
-        self._communicator.broadcast(message[: sizes.first], CONSTRUCTOR)
+        yield message[: sizes.first]
         if body > sizes.first:
-            self._communicator.broadcast(message[sizes.first :], CONSTRUCTOR)
+            yield message[sizes.first :]
         if sizes.tail_at is None and fill is not None:
             alone = self._pool.take(tail)
             fill(alone)
-            self._communicator.broadcast(alone, CONSTRUCTOR)
+            yield alone
 
     def listen(self) -> Heard:
         """Wait for the next message.

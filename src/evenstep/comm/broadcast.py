@@ -7,14 +7,17 @@ The message holds the source's state, the scalars and the sizes; the structure o
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 
+from evenstep.comm.batch_layout import Layout
 from evenstep.comm.batch_message import BATCH, CONSTRUCTOR, END, ERROR, Heard, MessageChannel
 from evenstep.comm.batch_spec import BatchSpec
 from evenstep.comm.batch_structure import (
@@ -27,7 +30,7 @@ from evenstep.comm.batch_structure import (
     rebuild,
     tensor_kinds,
 )
-from evenstep.comm.batch_tensors import Layout, TensorBroadcast
+from evenstep.comm.batch_tensors import TensorBroadcast
 from evenstep.comm.buffers import BufferPool
 from evenstep.comm.codec import PayloadCodec
 from evenstep.comm.communicator import Communicator
@@ -84,6 +87,7 @@ class BatchBroadcast:
         spec: BatchSpec | None = None,
         aside: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
+        self._communicator = communicator
         self._ranks = communicator.ranks
         self._rank = communicator.ranks[communicator.position]
         self._spec = spec
@@ -130,16 +134,18 @@ class BatchBroadcast:
     def send(self, prepared: Prepared) -> None:
         """Broadcast a batch."""
         layout, tensors = prepared.layout, prepared.tensors
-        fill = (lambda out: layout.pack_host(tensors, out)) if layout.host.nbytes else None
-        with self._aside():
-            self._channel.post(BATCH, prepared.document, prepared.extra, layout.host.nbytes, fill)
+        tail: tuple[int, Callable[[torch.Tensor], object] | None] = (0, None)
+        if layout.host.packs:
+            first = layout.host.packs[0]
+            tail = (first.nbytes, partial(first.fill, tensors))
+        message = self._channel.compose(BATCH, prepared.document, prepared.extra, *tail)
+        self._post(chain(message, self._tensors.host_buffers(tensors, layout)))
         self._structure, self._kinds = prepared.structure, prepared.kinds
-        self._tensors.send(tensors, layout)
+        self._tensors.send_from_device(tensors, layout)
 
     def send_end(self, state: dict[str, Any]) -> None:
         """Tell the peers that the stream has ended."""
-        with self._aside():
-            self._channel.post(END, _to_json({"state": state}))
+        self._post(self._channel.compose(END, _to_json({"state": state})))
 
     def send_error(self, error: BaseException) -> None:
         """Tell the peers why there is no next batch: where it first happened, in its own words."""
@@ -147,8 +153,11 @@ class BatchBroadcast:
         if isinstance(error, RemoteRankError):
             # The peers repeat what every other rank says.
             told["origin"] = [str(error), error.rank, error.error_type, error.error_message, error.sample]
+        self._post(self._channel.compose(ERROR, _to_json(told)))
+
+    def _post(self, buffers: Iterator[torch.Tensor]) -> None:
         with self._aside():
-            self._channel.post(ERROR, _to_json(told))
+            self._communicator.broadcast_all(buffers, CONSTRUCTOR)
 
     def receive(self) -> Message:
         """Wait for the constructor's next message.
@@ -181,12 +190,21 @@ class BatchBroadcast:
             buffer = torch.from_numpy(np.frombuffer(heard.extra, np.uint8).copy())
             leaves.others = self._codec.decode(buffer, told["others"])
         layout = self._layout(self._kinds, shapes)
-        if layout.host.nbytes != len(heard.tail):
+        first = layout.host.packs[0].nbytes if layout.host.packs else 0
+        if first != len(heard.tail):
             raise WireFormatError(
                 f"rank {self._ranks[CONSTRUCTOR]} sent {len(heard.tail)} bytes of small tensors, its own table of sizes says "
-                f"{layout.host.nbytes}"
+                f"{first}"
             )
-        leaves.tensors = self._tensors.receive(self._kinds, shapes, layout, heard.tail)
+        with self._aside():
+            tensors = self._tensors.receive_on_host(self._kinds, shapes, layout, heard.tail)
+        tensors.update(self._tensors.receive_on_device(self._kinds, shapes, layout))
+        leaves.tensors = [
+            tensors[leaf]
+            if leaf in tensors
+            else torch.empty(shape, dtype=kind.dtype, device=self._tensors.device_of(kind.device_type))
+            for leaf, (kind, shape) in enumerate(zip(self._kinds, shapes, strict=True))
+        ]
         return Message(state=told["state"], batch=rebuild(self._node, leaves))
 
     def _layout(self, kinds: list[TensorKind], shapes: list[list[int]]) -> Layout:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -47,6 +47,13 @@ class Communicator(Protocol):
     def broadcast(self, buffer: torch.Tensor, source: int) -> None:
         """Fill ``buffer`` (uint8 ``[n]``, the same ``n`` everywhere) with position ``source``'s."""
 
+    def broadcast_all(self, buffers: Iterable[torch.Tensor], source: int) -> None:
+        """`broadcast` of each of ``buffers``, several of them on their way at once.
+
+        The next buffer is asked for while those before it travel: ``source`` may fill it then. All have arrived when
+        this returns.
+        """
+
     def all_to_all(
         self,
         send: torch.Tensor,
@@ -77,6 +84,9 @@ class SoloCommunicator:
         return row.clone().unsqueeze(0)
 
     def broadcast(self, buffer: torch.Tensor, source: int) -> None:
+        """Nothing to do."""
+
+    def broadcast_all(self, buffers: Iterable[torch.Tensor], source: int) -> None:
         """Nothing to do."""
 
     def all_to_all(

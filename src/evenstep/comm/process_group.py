@@ -6,10 +6,11 @@ import copy
 import json
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,9 @@ _GOODBYE_POLL = (
     1.0  # seconds until a waiting thread first looks whether a rank has left; then twice as long each time
 )
 _DEVICE_POLL = 0.0005  # seconds between two looks at a collective that an accelerator runs
+_IN_FLIGHT = (
+    4  # broadcasts of one batch: gloo has two threads to a group, and each should find the next waiting
+)
 
 # torch 2.13 renamed it and deprecates the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -74,6 +78,8 @@ class ProcessGroupCommunicator:
         self._name = name
         self._leaving = threading.Event()
         self._failure: Exception | None = None
+        self._in_flight: deque[tuple[Any, list[torch.Tensor]]] = deque()  # work, and what it reads or writes
+        self._finished = 0
         self._looking: threading.Thread | None = None
         self._goodbyes: list[bytes] = []
 
@@ -97,6 +103,29 @@ class ProcessGroupCommunicator:
         self._run("broadcast", start, [staged], by_stream=staged is buffer and self.device.type != "cpu")
         if staged is not buffer and source != self.position:
             buffer.copy_(staged)
+
+    def broadcast_all(self, buffers: Iterable[torch.Tensor], source: int) -> None:
+        """See `Communicator.broadcast_all`."""
+        if self.device.type != "cpu":
+            for buffer in buffers:
+                self.broadcast(buffer, source)
+            return
+        origin = self.ranks[source]
+        try:
+            for buffer in buffers:
+                if len(self._in_flight) == _IN_FLIGHT:
+                    self._finish_first(may_leave=True)
+                self.sent_bytes["broadcast"] += (
+                    buffer.numel() * (len(self.ranks) - 1) * (source == self.position)
+                )
+                start = partial(dist.broadcast, buffer, src=origin, group=self._group, async_op=True)
+                self._start("broadcast", start, [buffer])
+            while self._in_flight:
+                self._finish_first(may_leave=True)
+        except BaseException:  # of what makes the buffers: those before it are posted
+            if self._in_flight:
+                self._give_up([], self._interrupted())
+            raise
 
     def all_to_all(
         self,
@@ -127,8 +156,7 @@ class ProcessGroupCommunicator:
         It is a note in the group's store: a collective that nobody answers would stay behind for ever.
         """
         if self._failure is None or isinstance(self._failure, Abandoned):  # else another rank was the first
-            finished = sum(self.calls.values()) - (self._failure is not None)
-            told = json.dumps([finished, self.ranks[self.position]])
+            told = json.dumps([self._finished, self.ranks[self.position]])
             with suppress(Exception):  # without a store they wait until the timeout
                 _store_of(self._group).set(_GOODBYE, told)
 
@@ -139,26 +167,35 @@ class ProcessGroupCommunicator:
     def _run(
         self, name: str, start: Callable[[], Any], buffers: list[torch.Tensor], *, by_stream: bool = False
     ) -> None:
+        self._start(name, start, buffers)
+        self._finish_first(may_leave=name == "broadcast", by_stream=by_stream)
+
+    def _start(self, name: str, start: Callable[[], Any], buffers: list[torch.Tensor]) -> None:
         if self._failure is not None:
             raise copy.copy(self._failure)
         if self._leaving.is_set():
-            raise self._give_up(None, buffers, self._left())
+            raise self._give_up(buffers, self._left())
         self.calls[name] += 1
         try:
-            work = self.launcher(name, start)
+            self._in_flight.append((self.launcher(name, start), buffers))
         except (RuntimeError, ValueError) as error:  # the group is gone, or a peer is
-            raise self._give_up(None, buffers, self._lost(error)) from error
+            raise self._give_up(buffers, self._lost(error)) from error
+
+    def _finish_first(self, *, may_leave: bool, by_stream: bool = False) -> None:
+        work, _ = self._in_flight[0]
         try:
             if by_stream:
                 work.wait()
             else:
-                self._wait(work, may_leave=name == "broadcast")
+                self._wait(work, may_leave=may_leave)
         except RuntimeError as error:
             failure = error if isinstance(error, (Abandoned, RemoteRankError)) else self._lost(error)
-            raise self._give_up(work, buffers, failure) from error.__cause__
+            raise self._give_up([], failure) from error.__cause__
         except BaseException:  # Ctrl-C: the collective stays posted, so the next one would meet its answer
-            self._give_up(work, buffers, self._interrupted())
+            self._give_up([], self._interrupted())
             raise
+        self._in_flight.popleft()
+        self._finished += 1
 
     def _wait(self, work: Any, *, may_leave: bool) -> None:
         """Wait for ``work``, and for a goodbye where no header says who leaves (``may_leave``)."""
@@ -204,8 +241,9 @@ class ProcessGroupCommunicator:
                 rank=rank,
             )
 
-    def _give_up(self, work: Any, buffers: list[torch.Tensor], error: Exception) -> Exception:
-        _ABANDONED.append((work, buffers, self._group))
+    def _give_up(self, buffers: list[torch.Tensor], error: Exception) -> Exception:
+        _ABANDONED.append((list(self._in_flight), buffers, self._group))
+        self._in_flight.clear()
         self._failure = copy.copy(error)  # without the frames, and so the nodes, that it goes through
         return error
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -125,6 +126,11 @@ class SimulatedCommunicator:
         brought = self._meet(f"broadcast[{buffer.numel()}] from {source}", mine)
         if mine is None:
             buffer.copy_(brought[source])
+
+    def broadcast_all(self, buffers: Iterable[torch.Tensor], source: int) -> None:
+        """See `Communicator.broadcast_all`."""
+        for buffer in buffers:
+            self.broadcast(buffer, source)
 
     def all_to_all(
         self,

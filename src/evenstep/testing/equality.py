@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from evenstep.comm.batch_layout import bytes_of
+
 __all__ = ["assert_same"]
 
 
@@ -52,8 +54,7 @@ def assert_same(actual: Any, expected: Any, path: str = "value") -> None:
 def _equal(actual: torch.Tensor, expected: torch.Tensor) -> bool:
     if actual.shape != expected.shape:
         return False
-    left, right = (t.detach().cpu().reshape(-1).contiguous().view(torch.uint8) for t in (actual, expected))
-    return torch.equal(left, right)
+    return torch.equal(bytes_of(actual.detach().cpu()), bytes_of(expected.detach().cpu()))
 
 
 def _is_float(array: Any) -> bool:
