@@ -87,11 +87,27 @@ def test_chunks_change_nothing(ranks: int, routes: list[tuple[int, int]], chunk:
         check_arrivals(ranks, routes)
 
 
+def segment_lengths(moves: Moves) -> dict[tuple[int, int], int]:
+    lengths = {}
+    for pair in set(zip(moves.holders.tolist(), moves.targets.tolist(), strict=True)):
+        among = (moves.holders == pair[0]) & (moves.targets == pair[1])
+        lengths[pair] = 64 + PayloadCodec().segment_bytes(moves.nbytes[among], moves.structures[among])
+    return lengths
+
+
 def test_large_segments_take_several_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
     routes = [(0, 1)] * 20 + [(1, 0)]
     assert collectives(check_arrivals(2, routes)) == 1
-    monkeypatch.setattr(exchange_module, "CHUNK_BYTES", 1024)
-    assert collectives(check_arrivals(2, routes)) > 3
+    longest = max(segment_lengths(make_moves(routes)).values())
+    monkeypatch.setattr(exchange_module, "CHUNK_BYTES", 256)
+    assert collectives(check_arrivals(2, routes)) == -(-longest // 256) > 3
+
+
+def test_too_much_at_once_goes_to_one_peer_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    routes = [(0, 1)] * 40 + [(1, 2)] + [(2, 1)] * 60
+    longest = max(segment_lengths(make_moves(routes)).values())
+    monkeypatch.setattr(exchange_module, "CHUNK_BYTES", longest)
+    assert collectives(check_arrivals(3, routes)) == 2
 
 
 def test_bytes_on_the_wire_are_those_that_move() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -101,7 +102,7 @@ class Exchange:
         send = self._pool.take(sum(sizes_out))
         receive = self._pool.take(sum(sizes_in))
         failure: Exception | None = None
-        for part, index in zip(torch.split(send, sizes_out), outgoing, strict=True):
+        for part, index in zip(_parts(send, sizes_out), outgoing, strict=True):
             if len(index):
                 failure = self._write(part, index) or failure
         self._transfer(send, sizes_out, receive, sizes_in)
@@ -109,7 +110,7 @@ class Exchange:
         if failure is not None:
             raise failure
         received: dict[int, Any] = {}
-        parts = torch.split(receive, sizes_in)
+        parts = _parts(receive, sizes_in)
         for part, index, rank in zip(parts, incoming, self._communicator.ranks, strict=True):
             if len(index):
                 received.update(zip(moves.ids[index].tolist(), self._read(part, index, rank), strict=True))
@@ -119,10 +120,12 @@ class Exchange:
         self, mine: npt.NDArray[np.bool_], peers: npt.NDArray[np.int32]
     ) -> list[npt.NDArray[np.int64]]:
         """Places in ``moves`` of the samples shared with each peer, by group position."""
-        index = np.flatnonzero(mine)
-        index = index[np.argsort(peers[index], kind="stable")]
-        bounds = np.searchsorted(peers[index], np.arange(1, len(self._communicator.ranks)))
-        return np.split(index, bounds)
+        index = mine.nonzero()[0]
+        theirs = peers[index]
+        order = theirs.argsort(kind="stable")
+        bounds = theirs[order].searchsorted(np.arange(len(self._communicator.ranks) + 1))
+        index = index[order]
+        return [index[a:b] for a, b in pairwise(bounds.tolist())]
 
     def _size(self, index: npt.NDArray[np.int64]) -> int:
         if not len(index):
@@ -139,18 +142,18 @@ class Exchange:
         failure: Exception | None = None
         preamble, body = self._preamble(len(index), part.numel(), _FINE), part[_PREAMBLE:]
         try:
-            self._codec.encode([self._sample(i) for i in self._moves.ids[index].tolist()], body)
+            self._codec.encode(list(map(self._sample, self._moves.ids[index].tolist())), body)
         except Exception as error:
             failure = error
             text = describe_error(error, self._communicator.ranks[self._communicator.position])
             text = text if len(text) <= body.numel() else b""
             body.numpy()[: len(text)] = np.frombuffer(text, dtype=np.uint8)
             preamble = self._preamble(len(index), part.numel(), _FAILED, len(text))
-        part[:_PREAMBLE] = torch.tensor(preamble, dtype=torch.int64).view(torch.uint8)
+        part[:_PREAMBLE].numpy().view(np.int64)[:] = preamble
         return failure
 
     def _read(self, part: torch.Tensor, index: npt.NDArray[np.int64], rank: int) -> list[Any]:
-        told = part[:_PREAMBLE].view(torch.int64).tolist()
+        told = part[:_PREAMBLE].numpy().view(np.int64).tolist()
         if told[:-1] == self._preamble(len(index), part.numel(), _FAILED)[:-1]:
             raise remote_error(part[_PREAMBLE:].numpy()[: max(0, told[-1])].tobytes(), rank)
         expected = self._preamble(len(index), part.numel(), _FINE)
@@ -165,26 +168,38 @@ class Exchange:
         self, send: torch.Tensor, sizes_out: list[int], receive: torch.Tensor, sizes_in: list[int]
     ) -> None:
         chunks = self._chunks()
-        if chunks == 1:
+        if chunks is None:
             self._communicator.all_to_all(send, sizes_out, receive, sizes_in)
             return
-        limit = CHUNK_BYTES // len(self._communicator.ranks)
-        senders, receivers = torch.split(send, sizes_out), torch.split(receive, sizes_in)
-        for start in range(0, chunks * limit, limit):
-            out = [part[start : start + limit] for part in senders]
-            into = [part[start : start + limit] for part in receivers]
-            splits = [part.numel() for part in into]
-            buffer = self._pool.take(sum(splits))
-            self._communicator.all_to_all(torch.cat(out), [part.numel() for part in out], buffer, splits)
-            for part, piece in zip(into, torch.split(buffer, splits), strict=True):
-                part.copy_(piece)
+        # One peer at a time: what a collective moves then lies in one piece, and is not copied once more.
+        me, size = self._communicator.position, len(self._communicator.ranks)
+        senders, receivers = _parts(send, sizes_out), _parts(receive, sizes_in)
+        for shift, count in chunks.items():
+            target, source = (me + shift) % size, (me - shift) % size
+            for start in range(0, count * CHUNK_BYTES, CHUNK_BYTES):
+                out = senders[target][start : start + CHUNK_BYTES]
+                into = receivers[source][start : start + CHUNK_BYTES]
+                splits_out, splits_in = [0] * size, [0] * size
+                splits_out[target], splits_in[source] = out.numel(), into.numel()
+                self._communicator.all_to_all(out, splits_out, into, splits_in)
 
-    def _chunks(self) -> int:
-        """In how many collectives: one, unless a rank would send or receive too much; equal on all ranks."""
-        moves = self._moves
-        if int(moves.nbytes.sum()) < CHUNK_BYTES // 2:
-            return 1
-        size = len(self._communicator.ranks)
+    def _chunks(self) -> dict[int, int] | None:
+        """None: one collective moves all. Else in how many to send to the peer so many positions on, by distance.
+
+        Equal on all ranks, as the moves are.
+        """
+        moves, size = self._moves, len(self._communicator.ranks)
+        if int(moves.nbytes.sum()) < CHUNK_BYTES // 2:  # what else is in a segment is less than that
+            return None
         pairs, inverse = np.unique(moves.holders.astype(np.int64) * size + moves.targets, return_inverse=True)
-        largest = max(self._size(np.flatnonzero(inverse == p)) for p in range(len(pairs)))
-        return max(1, -(-largest // (CHUNK_BYTES // size)))
+        lengths = np.array([self._size(np.flatnonzero(inverse == p)) for p in range(len(pairs))])
+        holders, targets = np.divmod(pairs, size)
+        if max(np.bincount(holders, lengths).max(), np.bincount(targets, lengths).max()) <= CHUNK_BYTES:
+            return None
+        shifts = (targets - holders) % size
+        longest = {shift: int(lengths[shifts == shift].max()) for shift in np.unique(shifts).tolist()}
+        return {shift: -(-length // CHUNK_BYTES) for shift, length in longest.items()}
+
+
+def _parts(buffer: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
+    return [buffer[end - size : end] for end, size in zip(accumulate(sizes), sizes, strict=True)]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -30,19 +31,27 @@ class DictNode:
         self.keys = keys
         self.children = children
         self.columns = sum(child.columns for child in children)
+        self._findable = all(key == key for key in keys)  # a NaN is not found again
 
     def spec(self) -> Any:
         return ["d", [_key_spec(key) for key in self.keys], [child.spec() for child in self.children]]
 
     def encode(self, values: Sequence[Any], writer: Writer) -> None:
-        # By position, not by key: a NaN key would not be found again.
-        for column, child in zip(zip(*map(dict.values, values), strict=True), self.children, strict=True):
+        columns: Iterable[Sequence[Any]]
+        if self._findable:
+            columns = (list(map(itemgetter(key), values)) for key in self.keys)
+        else:
+            columns = zip(*map(dict.values, values), strict=True)
+        for column, child in zip(columns, self.children, strict=True):
             child.encode(column, writer)
 
     def decode(self, n: int, reader: Reader) -> list[Any]:
         columns = [child.decode(n, reader) for child in self.children]
-        keys = self.keys
-        return [dict(zip(keys, row, strict=True)) for row in zip(*columns, strict=True)]
+        made: list[dict[Any, Any]] = [{} for _ in range(n)]
+        for key, column in zip(self.keys, columns, strict=True):  # half the time of a dict(zip()) each
+            for one, value in zip(made, column, strict=True):
+                one[key] = value
+        return made
 
 
 class SequenceNode:

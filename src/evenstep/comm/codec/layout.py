@@ -76,12 +76,13 @@ def segment_bytes(nbytes: npt.ArrayLike, structures: npt.ArrayLike) -> int:
     sizes, keys = np.asarray(nbytes, dtype=np.int64), np.asarray(structures, dtype=np.int64)
     if not len(sizes):
         return 0
-    if int(sizes.min()) < 0 or int(keys.min()) <= 0 or float(sizes.sum(dtype=np.float64)) >= HUGE:
+    low, least, most = int(sizes.min()), int(keys.min()), int(keys.max())
+    if low < 0 or least <= 0 or int(sizes.max()) * len(sizes) >= HUGE:
         raise WireFormatError(
-            f"samples of {int(sizes.min())} to {int(sizes.max())} bytes and smallest structure key "
-            f"{int(keys.min())} cannot be: the gathered columns are corrupt"
+            f"samples of {low} to {int(sizes.max())} bytes and smallest structure key {least} "
+            "cannot be: the gathered columns are corrupt"
         )
-    distinct = keys[:1] if (keys == keys[0]).all() else np.unique(keys)
-    blocks = int((distinct & ((1 << _BLOCK_BITS) - 1)).sum())
+    distinct = [least] if least == most else np.unique(keys).tolist()
+    blocks = sum(key & ((1 << _BLOCK_BITS) - 1) for key in distinct)
     fixed = (_FIXED_BLOCKS + blocks) * ALIGNMENT
     return fixed + align(INDEX.itemsize * len(sizes)) + align(int(sizes.sum()))

@@ -52,9 +52,15 @@ def parse_dtype(name: str) -> np.dtype[Any]:
 
 
 def _shape_columns(values: Sequence[Any], ndim: int) -> npt.NDArray[np.int64]:
-    """All first dimensions, then all second ones, ...: int64 ``[ndim * n]``."""
+    """All first dimensions, then all second ones, ...: int64 ``[ndim, n]``."""
     shapes = np.fromiter(chain.from_iterable([value.shape for value in values]), np.int64, len(values) * ndim)
-    return shapes.reshape(len(values), ndim).T.reshape(-1)
+    return shapes.reshape(len(values), ndim).T
+
+
+def _common_tail(shapes: npt.NDArray[np.int64]) -> list[int] | None:
+    """The dimensions behind the first if all values have the same, so that they lie like one array; else None."""
+    tails = shapes[1:]
+    return tails[:, 0].tolist() if tails.size and (tails == tails[:, :1]).all() else None
 
 
 class TensorNode:
@@ -66,6 +72,7 @@ class TensorNode:
         self.dtype = dtype
         self.ndim = ndim
         self.itemsize = TENSOR_DTYPES[dtype]
+        self.carrier = _CARRIER.get(dtype)
 
     @classmethod
     def parse(cls, name: str, ndim: int) -> TensorNode:
@@ -78,12 +85,22 @@ class TensorNode:
 
     def encode(self, values: Sequence[Tensor], writer: Writer) -> None:
         numels = [t.numel() for t in values]
-        writer.ints(numels if self.ndim == 1 else _shape_columns(values, self.ndim))
-        writer.raw(sum(numels) * self.itemsize, lambda out, _: self._fill(values, numels, out))
+        tail: list[int] | None = None
+        if self.ndim == 1:
+            writer.ints(numels)
+        else:
+            shapes = _shape_columns(values, self.ndim)
+            writer.ints(shapes.reshape(-1))
+            tail = _common_tail(shapes)
+        writer.raw(sum(numels) * self.itemsize, lambda out, _: self._fill(values, numels, tail, out))
 
-    def _fill(self, values: Sequence[Tensor], numels: list[int], out: Tensor) -> None:
-        flats = self._flat(values)
+    def _fill(self, values: Sequence[Tensor], numels: list[int], tail: list[int] | None, out: Tensor) -> None:
         with torch.no_grad():
+            on_cpu = False not in [tensor.is_cpu for tensor in values]
+            if on_cpu and self.carrier is None and (self.ndim == 1 or tail is not None):
+                torch.cat(list(values), out=out.view(self.dtype).view([-1, *(tail or ())]))
+                return
+            flats = self._flat(values) if on_cpu else None
             if flats is not None:
                 torch.cat(flats, out=out.view(flats[0].dtype))
                 return
@@ -94,34 +111,31 @@ class TensorNode:
 
     def _flat(self, values: Sequence[Tensor]) -> list[Tensor] | None:
         """1-d views that `torch.cat` can gather, or None."""
-        if False in [tensor.is_cpu for tensor in values]:
-            return None
-        carrier = _CARRIER.get(self.dtype)
-        if self.ndim == 1 and carrier is None:
-            return list(values)
         if not all(t.is_contiguous() and not t.is_conj() and not t.is_neg() for t in values):
             return None
         flats = values if self.ndim == 1 else [tensor.view(-1) for tensor in values]
-        return list(flats) if carrier is None else [tensor.view(carrier) for tensor in flats]
+        return list(flats) if self.carrier is None else [tensor.view(self.carrier) for tensor in flats]
 
     def decode(self, n: int, reader: Reader) -> list[Any]:
-        if self.ndim == 1:
-            shapes = None
-            sizes = reader.lengths(n)
-        elif self.ndim:
-            shapes = reader.ints(n * self.ndim).reshape(self.ndim, n)
-            sizes = reader.numels(shapes)
-        else:
-            where = reader.raw(n * self.itemsize)  # before anything is allocated for n samples
-            shapes, sizes = np.empty((0, n), np.int64), np.ones(n, np.int64)
-        if self.ndim:
-            where = reader.raw(int(sizes.sum()) * self.itemsize)
-        flat = reader.tensor[where].view(self.dtype)
         # Autograd does not relate parts of an unsafe split: samples can be changed in place one by one.
-        parts = list(torch.unsafe_split_with_sizes(flat, sizes.tolist()))
-        if shapes is None:
-            return parts
+        if self.ndim == 1:
+            sizes = reader.lengths(n)
+            flat = self._read(int(sizes.sum()), reader)
+            return list(torch.unsafe_split_with_sizes(flat, sizes.tolist()))
+        if not self.ndim:
+            flat = self._read(n, reader)  # before anything is allocated for n samples
+            return [part.view(()) for part in torch.unsafe_split_with_sizes(flat, [1] * n)]
+        shapes = reader.ints(n * self.ndim).reshape(self.ndim, n)
+        sizes = reader.numels(shapes)
+        flat = self._read(int(sizes.sum()), reader)
+        tail = _common_tail(shapes)
+        if tail is not None and flat.numel():
+            return list(torch.unsafe_split_with_sizes(flat.view([-1, *tail]), shapes[0].tolist()))
+        parts = torch.unsafe_split_with_sizes(flat, sizes.tolist())
         return [part.view(shape) for part, shape in zip(parts, shapes.T.tolist(), strict=True)]
+
+    def _read(self, elements: int, reader: Reader) -> Tensor:
+        return reader.tensor[reader.raw(elements * self.itemsize)].view(self.dtype)
 
 
 class ArrayNode:
@@ -144,7 +158,7 @@ class ArrayNode:
 
     def encode(self, values: Sequence[Any], writer: Writer) -> None:
         numels = [a.size for a in values]
-        writer.ints(numels if self.ndim == 1 else _shape_columns(values, self.ndim))
+        writer.ints(numels if self.ndim == 1 else _shape_columns(values, self.ndim).reshape(-1))
         writer.raw(sum(numels) * self.dtype.itemsize, lambda _, out: self._fill(values, numels, out))
 
     def _fill(self, values: Sequence[Any], numels: list[int], out: Bytes) -> None:

@@ -6,7 +6,7 @@ import struct
 from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
-from operator import attrgetter
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -59,8 +59,6 @@ def scan(value: Any, signature: list[Any]) -> int:
     return _SCANNERS[type(value)](value, signature)
 
 
-_TENSOR_FACTS = attrgetter("dtype", "ndim", "layout", "is_meta", "is_nested")
-_ARRAY_FACTS = attrgetter("dtype", "ndim")
 _SAME_WHATEVER_VALUE = (float, bool, str, bytes)
 
 
@@ -68,20 +66,20 @@ def are_alike(samples: Sequence[Any]) -> bool:
     """Whether all samples have the signature of the first; False also where only `scan` can tell.
 
     Thousands of plain dictionaries with the same keys are the usual case: field by field, not sample by sample,
-    this takes a third of the time of scanning each.
+    this takes a fifth of the time of scanning each. It does not look for tensors without plain memory (sparse,
+    nested, meta), which cannot be sent: `scan` refuses one that comes first, and copying refuses any other.
     """
     first = samples[0]
     if type(first) is not dict or set(map(type, samples)) != {dict} or not first:
         return False
     keys = tuple(first)
-    if set(map(type, keys)) != _PLAIN_KEYS or not all(map(keys.__eq__, map(tuple, samples))):
+    if set(map(type, keys)) != _PLAIN_KEYS or list(map(tuple, samples)).count(keys) < len(samples):
         return False
-    for column in zip(*map(dict.values, samples), strict=True):
+    for key in keys:
+        column = list(map(itemgetter(key), samples))
         kinds = set(map(type, column))
-        if kinds == {Tensor}:
-            alike = len(set(map(_TENSOR_FACTS, column))) == 1
-        elif kinds == {np.ndarray}:
-            alike = len(set(map(_ARRAY_FACTS, column))) == 1
+        if kinds == {Tensor} or kinds == {np.ndarray}:
+            alike = len({value.dtype for value in column}) == len({value.ndim for value in column}) == 1
         elif kinds == {int}:
             alike = all_fit_int64(column)
         else:
