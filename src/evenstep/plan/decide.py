@@ -29,7 +29,8 @@ def decide(
     """
     bound = makespan_bound(problem)
     lower = window.in_cost_units(bound) if window.objective.kind == "makespan" else 0.0
-    candidates, failures = run_portfolio(problem, algorithm, window.holders, bound)
+    value = window.tokens if window.payload_bytes is None else window.payload_bytes
+    candidates, failures = run_portfolio(problem, algorithm, window.holders, value, bound)
     scores = {name: window.score(row, problem) for name, row in candidates.items()}
     # Of equally good layouts the refined one, because it moves the least.
     best = min(scores, key=lambda name: (scores[name], name != "refine")) if scores else None
@@ -49,7 +50,6 @@ def decide(
     else:
         name, row = best, candidates[best]
         if window.holders is not None:
-            value = window.tokens if window.payload_bytes is None else window.payload_bytes
             row = match_holders(problem, row, window.holders, value)
         reason = _taken(window, micro_batches, name, original, scores[name], gain, lower)
     assert len(row) == window.size, "a plan lost samples"

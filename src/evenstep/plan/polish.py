@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
-from evenstep.plan.grouping import group_like_costs
+from evenstep.plan.grouping import group_like_costs, like_costs_per_rank
 from evenstep.plan.problem import Int, Problem
 from evenstep.plan.swap import SwapTable
 
-__all__ = ["polish"]
+__all__ = ["polish", "polish_at_home"]
 
 _FILL_ROUNDS = 4
 _SMALL = 160  # slots up to which a window gets more rounds
@@ -25,13 +26,27 @@ def polish(problem: Problem, row: Int, hard_groups: int) -> Int:
     costliest slots of each group.
     """
     state = SwapTable(problem, row)
+    _polish(state, hard_groups)
+    return group_like_costs(problem, state.row[:-1])
+
+
+def polish_at_home(
+    problem: Problem, row: Int, hard_groups: int, holders: Int, price: npt.NDArray[np.float64]
+) -> Int:
+    """The same where a sample that leaves the rank that holds it has a ``price``; no slot changes its rank."""
+    state = SwapTable(problem, row, holders, price)
+    _polish(state, hard_groups)
+    return like_costs_per_rank(problem, state.row[:-1])
+
+
+def _polish(state: SwapTable, hard_groups: int) -> None:
+    problem = state.problem
     soft = np.arange(hard_groups * problem.ranks, problem.slots)
     if hard_groups and len(problem.costs) == 1:
         _fill_up(state, hard_groups, soft)
     if problem.ranks > 1 and len(soft):
         _even_out(state, soft)
         _sharpen(state, soft)
-    return group_like_costs(problem, state.row[:-1])
 
 
 def _fill_up(state: SwapTable, hard_groups: int, soft: Int) -> None:

@@ -16,17 +16,14 @@ from evenstep.plan.lpt import lpt
 from evenstep.plan.packing import best_fit, fullest_rows
 from evenstep.plan.polish import polish
 from evenstep.plan.problem import Int, Problem
-from evenstep.plan.refine import refine
-from evenstep.plan.repair import fill_empty_rows, place_left_over, spill
+from evenstep.plan.repair import fill_empty_rows, repaired
+from evenstep.plan.stay_home import stay_home
 
 __all__ = ["run_portfolio"]
 
-_SLACKS = (96, 192, 1024)  # refine may exceed the level of the best plan by one part in these, to move less
-_CLOSE = 1.01  # times the best plan: close enough not to try the next slack
-
 
 def run_portfolio(
-    problem: Problem, algorithm: str, holders: Int | None, bound: float
+    problem: Problem, algorithm: str, holders: Int | None, value: Int, bound: float
 ) -> tuple[dict[str, Int], dict[str, str]]:
     """Candidate layouts by algorithm, and why an algorithm has none.
 
@@ -34,6 +31,7 @@ def run_portfolio(
         problem: The window.
         algorithm: ``"lpt"``, ``"levels"``, ``"refine"`` or ``"auto"`` for all of them.
         holders: Dp rank that holds each sample, int64 ``[n]``, or None; then there is nothing to refine.
+        value: What staying with its holder is worth, int64 ``[n]``: payload bytes or tokens.
         bound: Lower bound of the sum of makespans; a layout there is not polished.
     """
     order = np.argsort(-problem.work, kind="stable")
@@ -51,8 +49,8 @@ def run_portfolio(
             failed["levels"] = start
         else:
             found["levels"] = start
-            if _makespans(problem, start) > bound * (1 + 1e-9):
-                found["levels"] = min(polish(problem, start, hard), start, key=partial(_makespans, problem))
+            if problem.makespans(start) > bound * (1 + 1e-9):
+                found["levels"] = min(polish(problem, start, hard), start, key=problem.makespans)
     if algorithm == "auto" and not hard and start is not None:
         lpt_row = start  # no giants: levels is LPT
     elif algorithm in ("auto", "lpt"):
@@ -67,10 +65,16 @@ def run_portfolio(
         row = differencing(problem)
         if problem.broken_row(row) is None:
             fill_empty_rows(problem, row)
-            found["differencing"] = min(polish(problem, row, 0), row, key=partial(_makespans, problem))
+            found["differencing"] = min(polish(problem, row, 0), row, key=problem.makespans)
     if algorithm in ("auto", "refine"):
         if holders is not None:
-            _refine(problem, order, holders, found, failed)
+            refined = stay_home(
+                problem, order, holders, value, found.get("levels"), hard, thorough=algorithm == "refine"
+            )
+            if isinstance(refined, str):
+                failed["refine"] = refined
+            else:
+                found["refine"] = refined
         elif algorithm == "refine":
             failed["refine"] = "there is no reference layout to refine"
     if algorithm == "refine":
@@ -89,7 +93,7 @@ def _levels(problem: Problem, order: Int) -> tuple[int, Int | str]:
         nonlocal hard
         hard = levels(problem, order, row)
 
-    row = _repaired(problem, assign)
+    row = repaired(problem, assign)
     if isinstance(row, str):
         return 0, _packed(problem, partial(lpt, problem, order))
     return hard, group_like_costs(problem, row)
@@ -101,21 +105,9 @@ def _packed(problem: Problem, assign: Callable[[Int], object]) -> Int | str:
     fallbacks = [partial(pack, problem) for pack in (_even_tokens, _token_first, _fullest_first)]
     attempts: list[Callable[[Int], object]] = [assign, *fallbacks]
     for attempt in attempts:
-        row = _repaired(problem, attempt)
+        row = repaired(problem, attempt)
         if not isinstance(row, str):
             return group_like_costs(problem, row)
-    return row
-
-
-def _repaired(problem: Problem, assign: Callable[[Int], object]) -> Int | str:
-    """A feasible layout that starts from what ``assign`` fills in, or why there is none."""
-    row = np.full(problem.size, -1, dtype=np.int64)
-    assign(row)
-    spill(problem, row)
-    left = int((row < 0).sum())
-    if not place_left_over(problem.weights, problem.limits, row, problem.num_rows):
-        return f"{left} samples found no row with room"
-    fill_empty_rows(problem, row)
     return row
 
 
@@ -136,33 +128,3 @@ def _fullest_first(problem: Problem, row: Int) -> None:
         packed = fullest_rows(problem.weights[0], int(problem.limits[0]), problem.num_rows)
     if packed is not None:
         row[:] = packed
-
-
-def _refine(
-    problem: Problem, order: Int, holders: Int, found: dict[str, Int], failed: dict[str, str]
-) -> None:
-    if "levels" in found:
-        makespan = np.sort(problem.loads(found["levels"]).sum(axis=2).max(axis=1))[::-1]
-        tries: list[Int] = []
-        for slack in _SLACKS:
-            layout = refine(problem, order, holders, makespan + makespan // slack)
-            row = _repaired(problem, partial(np.copyto, src=layout))
-            if isinstance(row, str):
-                failed["refine"] = row
-                continue
-            tries.append(row)
-            if _makespans(problem, row) <= int(makespan.sum()) * _CLOSE:
-                break
-        if tries:
-            failed.pop("refine", None)
-            found["refine"] = min(tries, key=partial(_makespans, problem))
-            return
-    if problem.reference is not None and problem.broken_row(problem.reference) is None:
-        row = problem.reference.copy()
-        fill_empty_rows(problem, row)
-        found["refine"] = polish(problem, row, 0)
-        failed.pop("refine", None)
-
-
-def _makespans(problem: Problem, row: Int) -> float:
-    return float(problem.loads(row).max(axis=1).sum())

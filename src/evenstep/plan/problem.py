@@ -71,6 +71,10 @@ class Problem:
         stages = np.stack([sums(cost, slot, self.slots) for cost in self.costs], axis=-1)
         return stages.reshape(self.groups, self.ranks, -1)
 
+    def makespans(self, row: Int) -> int:
+        """The sum of makespans over groups and stages."""
+        return int(self.loads(row).max(axis=1).sum())
+
     def broken_row(self, row: Int) -> tuple[int, int] | None:
         """The first (row, limit) that a layout exceeds, or None if it is feasible."""
         over = self.used(row) > self.limits[:, None]

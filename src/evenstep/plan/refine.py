@@ -14,7 +14,7 @@ __all__ = ["refine"]
 _NEVER = np.iinfo(np.int64).min
 
 
-def refine(problem: Problem, order: Int, holders: Int, level: Int) -> Int:
+def refine(problem: Problem, order: Int, holders: Int, level: Int, beyond: int = 0) -> Int:
     """Put samples, costliest first, onto their own rank's roomiest slot, else onto the roomiest slot of all.
 
     Moves between the micro-batches of one rank are free, so only a rank with more work than its share gives any away.
@@ -24,6 +24,7 @@ def refine(problem: Problem, order: Int, holders: Int, level: Int) -> Int:
         order: Sample positions, the costliest first.
         holders: Dp rank that holds each sample, int64 ``[n]``.
         level: Cost that each group should not exceed, int64 ``[groups]``.
+        beyond: Cost by which a slot may exceed its level with samples of its own rank.
 
     Returns:
         The row of each sample, int64 ``[n]``; -1 for samples that fit nowhere.
@@ -47,7 +48,7 @@ def refine(problem: Problem, order: Int, holders: Int, level: Int) -> Int:
         heap = own[home[position]]
         slot, best = -1, -1
         skipped = []
-        while heap and -heap[0][0] >= cost:
+        while heap and beyond - heap[0][0] >= cost:
             entry = heappop(heap)
             candidate = entry[1]
             if -entry[0] != room[candidate]:  # somebody else's sample came in since

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from evenstep.plan.problem import Int, Problem, room_in, sums
 
-__all__ = ["fill_empty_rows", "place_left_over", "spill"]
+__all__ = ["fill_empty_rows", "place_left_over", "repaired", "spill"]
 
 _AT_ONCE = 64  # samples looked at together for one that can make room
 _NEVER = np.iinfo(np.int64).max
@@ -14,6 +16,18 @@ _NEVER = np.iinfo(np.int64).max
 _GIVE_UP = (
     8  # a share of 1/8 without room is no dead end but a window that is too small, or another packer's job
 )
+
+
+def repaired(problem: Problem, assign: Callable[[Int], object]) -> Int | str:
+    """A feasible layout that starts from what ``assign`` fills in, or why there is none."""
+    row = np.full(problem.size, -1, dtype=np.int64)
+    assign(row)
+    spill(problem, row)
+    left = int((row < 0).sum())
+    if not place_left_over(problem.weights, problem.limits, row, problem.num_rows):
+        return f"{left} samples found no row with room"
+    fill_empty_rows(problem, row)
+    return row
 
 
 def spill(problem: Problem, row: Int) -> None:

@@ -25,13 +25,29 @@ class SwapTable:
     offer is two places of a line: two samples, one and an empty place, or nothing at all. Two slots exchange an offer
     each, so that moves are exchanges for nothing. A slot of more samples than places takes part with some of them.
 
+    With ``holders`` and ``price`` an exchange must be worth what it takes its samples away from their ranks.
+
+    Args:
+        problem: The window.
+        row: Row of each sample, int64 ``[n]``; a feasible layout.
+        holders: Dp rank that holds each sample, int64 ``[n]``.
+        price: What it costs a sample to be elsewhere, in cost units, float64 ``[n]``.
+
     Attributes:
         row: Row of each sample, int64 ``[n + 1]``.
         load: Cost of each slot, int64 ``[stages, slots]``.
     """
 
-    def __init__(self, problem: Problem, row: Int) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        row: Int,
+        holders: Int | None = None,
+        price: npt.NDArray[np.float64] | None = None,
+    ) -> None:
         self.problem = problem
+        self.home = None if holders is None else np.append(holders, -1)
+        self.price = np.append(0.0 if price is None else price, 0.0).astype(np.float32)
         self.row = np.append(row, 0)
         self.costs = _with_nobody(problem.costs)
         self.weights = _with_nobody(problem.weights)
@@ -52,7 +68,8 @@ class SwapTable:
             giver: Distinct slots, int64 ``[pairs]``.
             taker: Distinct slots, none of them a giver.
             want: Cost to transfer in each stage, int64 ``[stages, pairs]``. A pair changes only if the miss, summed
-                over stages, becomes less than the whole of it; so at most twice as much is transferred.
+                over stages, and the price of leaving home become less than the whole of it; so without a price at
+                most twice as much is transferred.
             turn: Odd turns try other offers than even ones.
 
         Returns:
@@ -79,22 +96,39 @@ class SwapTable:
             np.abs(transfer, out=transfer)
             miss = transfer if miss is None else np.add(miss, transfer, out=miss)
         assert miss is not None, "a problem has a stage"
+        if self.home is not None:
+            ranks = self.problem.ranks
+            give, take = (
+                self._leaving(self.home, line, source % ranks, target % ranks)
+                for line, source, target in ((gives, giver, taker), (takes, taker, giver))
+            )
+            miss += (give[:, first] + give[:, second])[:, :, None]
+            miss += (take[:, first] + take[:, second])[:, None, :]
         fits = self._one_row if self.problem.rows == 1 else self._many_rows
         allowed = fits(giver, taker, gives, takes, first, second)
         if allowed is not None:
             miss[~allowed] = np.inf
         flat = miss.reshape(len(giver), -1)
         best = flat.argmin(axis=1)
-        possible = np.isfinite(flat[np.arange(len(giver)), best])
-        give_offer, take_offer = best // len(first), best % len(first)
         lines = np.arange(len(giver))
+        least = flat[lines, best]
+        give_offer, take_offer = best // len(first), best % len(first)
         given = np.stack([gives[lines, place[give_offer]] for place in (first, second)])
         taken = np.stack([takes[lines, place[take_offer]] for place in (first, second)])
         moved = self.costs[:, given].sum(axis=1) - self.costs[:, taken].sum(axis=1)
-        better = possible & (np.abs(moved - want).sum(axis=0) < np.abs(want).sum(axis=0))
+        whole = np.abs(want).sum(axis=0)
+        better = np.isfinite(least) & (np.abs(moved - want).sum(axis=0) < whole)
+        if self.home is not None:
+            better &= least < whole
         if better.any():
             self._apply(giver[better], taker[better], given[:, better], taken[:, better], moved[:, better])
         return int(better.sum())
+
+    def _leaving(self, home: Int, line: Int, source: Int, target: Int) -> npt.NDArray[np.float32]:
+        """The price of going from rank ``source`` to ``target``, negative on the way home; ``[pairs, places]``."""
+        held = home[line]
+        left = (held != target[:, None]).astype(np.float32) - (held != source[:, None])
+        return np.asarray(left * self.price[line], dtype=np.float32)
 
     def _one_row(
         self, giver: Int, taker: Int, gives: Int, takes: Int, first: Int, second: Int
