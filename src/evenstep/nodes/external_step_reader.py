@@ -2,40 +2,33 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import numpy as np
-from torchdata.nodes import BaseNode
 
 from evenstep.comm.codec import Codec
 from evenstep.comm.plane import DataPlane
 from evenstep.config import LoaderConfig
 from evenstep.cost import CostModel
 from evenstep.cursor import Cursor, find_cursor
-from evenstep.errors import StateMismatch
 from evenstep.nodes.fetch import Fetcher
-from evenstep.nodes.items import Counts, Place, Window
+from evenstep.nodes.items import Place, Window
 from evenstep.nodes.layout import Layout
-from evenstep.nodes.local_streams import LocalRows, LocalStream, PaddingRow, local_stream
-from evenstep.nodes.read import SampleReader, make_fetcher
-from evenstep.nodes.spans import Watched, in_span
-from evenstep.nodes.stage import call
-from evenstep.nodes.streams import check_serialisable, pass_epoch_on
+from evenstep.nodes.local_streams import LocalRows, PaddingRow, local_stream
+from evenstep.nodes.read import make_fetcher
+from evenstep.nodes.source_position import SourcePosition, split_state
+from evenstep.nodes.window_reader import WindowReader
 from evenstep.packing import LossCounter, count_loss_tokens
 from evenstep.sampling import LocalStepSource
 
 __all__ = ["ExternalStepReader"]
 
-# Places of samples in a window, the same on all ranks though nobody knows how many the others have.
-_POSITIONS = 1 << 21  # in a row
-_LOCAL = 1 << 28  # in a local step under "auto"
 
-
-class ExternalStepReader(BaseNode[Window], Watched):
+class ExternalStepReader(WindowReader):
     """The source of a graph over rank-local streams.
 
     Each constructor has a stream of its own. A local step is a list of rows, each a list of samples (or one bare
@@ -72,8 +65,6 @@ class ExternalStepReader(BaseNode[Window], Watched):
         TypeError: The source makes no steps.
     """
 
-    shown_as = "read"
-
     def __init__(
         self,
         source: Any,
@@ -90,7 +81,6 @@ class ExternalStepReader(BaseNode[Window], Watched):
         start: Cursor | None = None,
         allow_changed_dataset: bool = False,
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torchdata leaves it without annotations
         topology = plane.topology
         if set(topology.data_plane()) != set(topology.constructors):
             raise ValueError(
@@ -101,106 +91,50 @@ class ExternalStepReader(BaseNode[Window], Watched):
             raise ValueError(
                 f"rank {topology.rank} builds batches but has no source of local steps; pass one on every constructor"
             )
-        self.plane = plane
-        self.external = source
-        self.dataset = dataset
-        self.counts = Counts()
-        self._config = config
-        self._reader = SampleReader(
-            config,
+        if isinstance(source, LocalStepSource) and fetcher is None:
+            fetcher = make_fetcher(dataset, config, plane)
+        super().__init__(
             plane,
+            config,
+            dataset,
             metadata_fn=metadata_fn,
             cost=cost,
             codec=codec,
             explode=explode,
             loss_tokens=loss_tokens,
+            fetcher=fetcher,
+            allow_changed_dataset=allow_changed_dataset,
         )
-        self._fetcher = fetcher
-        if isinstance(source, LocalStepSource) and fetcher is None:
-            self._fetcher = make_fetcher(dataset, config, plane)
-        self._stream: LocalStream | None = None
-        if topology.is_constructor:
-            self._stream = local_stream(source, self._fetcher, config.micro_batch_size)
-        self._allow_changed = allow_changed_dataset
-        first = source.start() if isinstance(source, LocalStepSource) else Cursor(order="external")
-        self._identity = first
-        first = first if start is None else start
-        self._begin = replace(first, micro_batch_size=config.micro_batch_size, dp_size=topology.dp_size)
-        self._key = str(topology.dp_rank)
+        self.external = source
+        stream = local_stream(source, fetcher, config.micro_batch_size) if topology.is_constructor else None
+        self._stream = stream
+        self._source = SourcePosition(source, stream, topology)
+        self._identity = source.start() if isinstance(source, LocalStepSource) else Cursor(order="external")
+        self._begin = replace(
+            self._identity if start is None else start,
+            micro_batch_size=config.micro_batch_size,
+            dp_size=topology.dp_size,
+        )
         self._layout: Layout | None = None
         self._rows = 0
         self._position = self._begin
-        self._here: dict[str, Any] = {}  # where the stream stands
-        self._state: dict[str, Any] = {**self._begin.to_dict(), "source": {}}
-        self._fresh = True
-        self._checked = False
+        self._state = {**self._begin.to_dict(), "source": {}}
         self._places: Iterator[Place] = iter(())
         self._step = LocalRows([])
 
-    def reset(self, initial_state: dict[str, Any] | None = None) -> None:
-        """Go to ``initial_state``, or to the epoch after the last item handed out."""
-        super().reset(initial_state)
-        if self.plane.rounds is not None:
-            self.plane.rounds.restart()
-        if initial_state is not None:
-            self.check_state(initial_state)
-            cursor, sources = _split(find_cursor(initial_state))
-            self._load(cursor, sources)
+    def go_to(self, state: dict[str, Any] | None) -> None:
+        """Stand at ``state``; None: at the epoch after the last item handed out, or still at the beginning."""
+        if state is not None:
+            self.check_state(state)
+            cursor, sources = split_state(find_cursor(state))
         elif self._fresh:
-            self._load(self._begin, {})
+            cursor, sources = self._begin, {}
         else:
-            cursor, sources = _split(self._state)
-            self._load(cursor.next_epoch(), sources)
-        self._fresh = False
-        self._places = iter(())
-
-    def _load(self, cursor: Cursor, sources: Mapping[str, Any]) -> None:
-        self._here = {}
-        if self._stream is not None:
-            if sources:
-                epoch, position = _entry(self._mine(cursor, sources))
-                self._stream.load(epoch, position)
-                if epoch != cursor.epoch:  # the state of an epoch's end, moved on to another epoch
-                    self._stream.begin(cursor.epoch)
-            elif cursor.consumed_samples or cursor.micro_batch:
-                raise StateMismatch(
-                    "the state has no position of an external source beside its cursor: it was saved by a loader "
-                    "over a dataset. Build the loader it was saved with."
-                )
-            else:
-                self._stream.begin(cursor.epoch)
-            self._here = self._source_state(cursor.epoch)
+            cursor, sources = split_state(self._state)
+            cursor = cursor.next_epoch()
         self._position = cursor
-        self._state = {**cursor.to_dict(), "source": self._here}
-
-    def _mine(self, cursor: Cursor, sources: Mapping[str, Any]) -> Any:
-        size = self.plane.topology.dp_size
-        reshard = getattr(self.external, "reshard", None)
-        if cursor.dp_size != size and callable(reshard):
-            missing = [str(d) for d in range(cursor.dp_size) if str(d) not in sources]
-            if missing:
-                raise StateMismatch(
-                    f"to go from {cursor.dp_size} to {size} data-parallel ranks the source needs the states of all old "
-                    f'ranks, those of {", ".join(missing)} are missing: merge the "source" entries of all ranks'
-                )
-            epochs, states = zip(*map(_entry, sources.values()), strict=True)
-            by_rank = dict(zip(map(int, sources), states, strict=True))
-            return {"epoch": epochs[0], "position": reshard(by_rank, int(self._key), size)}
-        if self._key not in sources:
-            raise StateMismatch(
-                f"the state has positions of the external sources of dp ranks {sorted(sources)}, not of this rank's "
-                f"({self._key}): it would begin again while the others go on. Load the state that this rank saved."
-            )
-        return copy.deepcopy(sources[self._key])
-
-    def _source_state(self, epoch: int) -> dict[str, Any]:
-        """This rank's entry: where its stream stands, and in which epoch."""
-        assert self._stream is not None
-        position = call("the source's state", self._stream.state)
-        if not self._checked:
-            check_serialisable(position, "state")
-            self._checked = True
-        return {self._key: {"epoch": epoch, "position": position}}
+        self._state = {**cursor.to_dict(), "source": self._source.load(cursor, sources)}
+        self._places = iter(())
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Refuse a state of another stream or another number of ranks, when it is loaded.
@@ -208,50 +142,28 @@ class ExternalStepReader(BaseNode[Window], Watched):
         Raises:
             StateMismatch: The stream or the data-parallel size differ.
         """
-        cursor, _ = _split(find_cursor(state))
+        cursor, _ = split_state(find_cursor(state))
         cursor.check_stream(self._identity, allow_changed_dataset=self._allow_changed)
-        size = self.plane.topology.dp_size
-        if cursor.dp_size not in (0, size) and not callable(getattr(self.external, "reshard", None)):
-            raise StateMismatch(
-                f"the state was saved on {cursor.dp_size} data-parallel ranks, this loader has {size}: each position of "
-                "an external source belongs to one rank. Resume on as many ranks, or give the source "
-                "reshard(states, dp_rank, dp_size)."
-            )
+        self._source.check_size(cursor)
 
-    def set_epoch(self, epoch: int) -> None:
-        """Pass a new epoch on to the dataset and the source, where they have ``set_epoch``."""
-        for target in (self.dataset, self.external):
-            pass_epoch_on(target, epoch)
-        if self._fetcher is not None:
-            self._fetcher.renew()
+    def targets(self) -> tuple[Any, ...]:
+        """What hears of a new epoch, where it has ``set_epoch``."""
+        return self.dataset, self.external
 
-    def close(self) -> None:
-        """End the workers."""
-        if self._fetcher is not None:
-            self._fetcher.close()
-
-    def get_state(self) -> dict[str, Any]:
-        """The cursor after the last window handed out, and this rank's position beside it."""
-        return dict(self._state)
-
-    @in_span
-    def next(self) -> Window:
-        """The next window of this rank's steps."""
+    def take(self) -> tuple[Place, Callable[[], Window]]:
+        """The place of the next window of this rank's steps, and what reads it."""
         place = next(self._places, None)
         if place is None:
             place = self._next_step()
-        window = call("reading", self._window, place)
-        self._state = place.end_state() if not place.total else place.after(place.count, 0)
-        self.counts += window.counts
-        return window
+        return place, partial(self._window, place)
 
     def _next_step(self) -> Place:
         if self._stream is None:
             raise RuntimeError("this rank constructs nothing: it has no external steps to read")
         position = self._position
-        before = self._here
+        before = self._source.here
         step = self._stream.next(replace(position, micro_batch=0, plan=0))
-        after = self._here = self._source_state(position.epoch)
+        after = self._source.move_on(position.epoch)
         layout = self._resolve(step)
         self._check_rows(step)
         position = layout.position(position, self._config.resume)
@@ -294,52 +206,16 @@ class ExternalStepReader(BaseNode[Window], Watched):
                 )
 
     def _window(self, place: Place) -> Window:
-        topology, size = self.plane.topology, self._config.micro_batch_size
-        rows = self._step.rows
+        assert self._layout is not None
+        rows, indices = self._step.rows, self._step.indices
         counts = np.array([len(row) for row in rows], dtype=np.int64)
-        number = np.repeat(np.arange(len(rows), dtype=np.int64), counts)
-        if place.total:
-            micro, row = np.divmod(number, size)
-            mine = np.flatnonzero((micro >= place.first) & (micro < place.first + place.count))
-            dp = topology.dp_rank - topology.group_start
-            flat = ((micro - place.first) * topology.balance_group_size + dp) * size + row
-            ends = np.cumsum(counts)
-            within = np.arange(len(number)) - np.repeat(ends - counts, counts)
-            order = flat * _POSITIONS + within
-        else:
-            mine = np.arange(len(number))
-            flat = np.zeros(len(number), dtype=np.int64)
-            order = topology.dp_rank * _LOCAL + mine
+        mine, flat, order = self._layout.select_local(counts, place, self.plane.topology)
         values = list(chain.from_iterable(rows))
-        indices = self._step.indices
         return self._reader.read(
             place,
             np.full(len(mine), -1, dtype=np.int64) if indices is None else indices[mine],
-            flat[mine].astype(np.int32),
-            order[mine],
+            flat,
+            order,
             [values[k] for k in mine.tolist()],
             positions=mine if indices is None else None,
         )
-
-
-def _entry(entry: Any) -> tuple[int, Any]:
-    """Epoch and position of one rank's source."""
-    if (
-        not isinstance(entry, Mapping)
-        or set(entry) != {"epoch", "position"}
-        or type(entry["epoch"]) is not int
-    ):
-        raise ValueError(
-            f"the position of an external source is {entry!r}, expected {{'epoch': ..., 'position': ...}}; pass what "
-            "loader.state_dict() returned"
-        )
-    return entry["epoch"], entry["position"]
-
-
-def _split(state: Mapping[str, Any]) -> tuple[Cursor, Mapping[str, Any]]:
-    """The cursor, and the positions of external sources beside it."""
-    bare = {key: value for key, value in state.items() if key != "source"}
-    sources = state.get("source", {})
-    if not isinstance(sources, Mapping):
-        raise TypeError(f"state['source'] is {sources!r}, expected a mapping from dp ranks to positions")
-    return Cursor.from_dict(bare), sources

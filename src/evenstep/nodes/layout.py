@@ -18,6 +18,10 @@ from evenstep.topology import Topology
 
 __all__ = ["Layout"]
 
+# More samples than any rank-local row or step has.
+_IN_ROW = 1 << 21
+_IN_STEP = 1 << 28
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:
@@ -142,6 +146,27 @@ class Layout:
         by_row = np.flatnonzero(mine)
         by_row = by_row[np.argsort(flat[by_row], kind="stable")]
         return indices[by_row], flat[by_row].astype(np.int32), dp[by_row].astype(np.int32)
+
+    def select_local(
+        self, counts: npt.NDArray[np.int64], place: Place, topology: Topology
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+        """The samples of a window out of a rank-local step of ``counts`` (int64 ``[rows]``) samples a row.
+
+        Returns:
+            Which of the step's samples they are, int64 ``[n]``; the reference row of each, int32 ``[n]``, numbered
+            over the window and group (under "auto" unknown: 0); and keys, int64 ``[n]``, that bring the samples of all
+            ranks into one order, though nobody knows how many the others have.
+        """
+        number = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
+        if not place.total:
+            mine = np.arange(len(number), dtype=np.int64)
+            return mine, np.zeros(len(mine), dtype=np.int32), topology.dp_rank * _IN_STEP + mine
+        micro, row = np.divmod(number, self.micro_batch_size)
+        mine = np.flatnonzero((micro >= place.first) & (micro < place.first + place.count))
+        dp, size = topology.dp_rank - topology.group_start, topology.balance_group_size
+        flat = ((micro - place.first) * size + dp) * self.micro_batch_size + row
+        within = np.arange(len(number)) - np.repeat(np.cumsum(counts) - counts, counts)
+        return mine, flat[mine].astype(np.int32), (flat * _IN_ROW + within)[mine]
 
     def _split(self, rows: npt.NDArray[np.int32]) -> tuple[npt.NDArray[np.int64], ...]:
         wide = rows.astype(np.int64)

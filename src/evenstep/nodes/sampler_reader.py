@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from torchdata.nodes import BaseNode
 
 from evenstep.comm.codec import Codec
 from evenstep.comm.plane import DataPlane
@@ -16,13 +16,14 @@ from evenstep.config import LoaderConfig
 from evenstep.cost import CostModel
 from evenstep.cursor import Cursor, find_cursor
 from evenstep.nodes.fetch import Fetcher, Pending
-from evenstep.nodes.items import Counts, Place, Window
+from evenstep.nodes.items import Place, Window
 from evenstep.nodes.known import KnownMetadata
 from evenstep.nodes.layout import Layout
-from evenstep.nodes.read import SampleReader, make_fetcher
+from evenstep.nodes.read import make_fetcher
 from evenstep.nodes.sample_seed import SeedKey
-from evenstep.nodes.spans import Watched, in_span, watch
+from evenstep.nodes.spans import watch
 from evenstep.nodes.stage import call
+from evenstep.nodes.window_reader import WindowReader
 from evenstep.packing import LossCounter, count_loss_tokens
 from evenstep.sampling import Sampler, Step
 
@@ -41,11 +42,8 @@ class _Asked:
     pending: Pending | None
 
 
-class SamplerReader(BaseNode[Window], Watched):
-    """The source of a graph over a map-style dataset.
-
-    Its state is the shared cursor, and the place where a stream is left and another begun: `reset` finishes the
-    conversation with the other ranks (see `evenstep.comm.rounds`) before it moves.
+class SamplerReader(WindowReader):
+    """The source of a graph over a map-style dataset; its state is the shared cursor.
 
     Args:
         sampler: Which samples make a step; equal on every rank.
@@ -71,8 +69,6 @@ class SamplerReader(BaseNode[Window], Watched):
         ValueError: The sampler's steps do not divide over the mesh.
     """
 
-    shown_as = "read"
-
     def __init__(
         self,
         sampler: Sampler,
@@ -90,52 +86,41 @@ class SamplerReader(BaseNode[Window], Watched):
         start: Cursor | None = None,
         allow_changed_dataset: bool = False,
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torchdata leaves it without annotations
-        self.plane = plane
-        self.sampler = sampler
-        self.dataset = dataset
-        self.layout = Layout.resolve(sampler.rows_per_step, config, plane.topology.dp_size)
-        self.counts = Counts()
-        self._config = config
-        self._reader = SampleReader(
-            config,
+        if fetcher is None and metadata is None and plane.topology.is_reader:
+            fetcher = make_fetcher(dataset, config, plane)
+        super().__init__(
             plane,
+            config,
+            dataset,
             metadata_fn=metadata_fn,
             cost=cost,
             codec=codec,
             explode=explode,
             loss_tokens=loss_tokens,
+            fetcher=fetcher,
+            allow_changed_dataset=allow_changed_dataset,
         )
-        self._fetcher = fetcher
-        if fetcher is None and metadata is None and plane.topology.is_reader:
-            self._fetcher = make_fetcher(dataset, config, plane)
+        self.sampler = sampler
+        self.layout: Layout = Layout.resolve(sampler.rows_per_step, config, plane.topology.dp_size)
         self._metadata = metadata
         self._ahead: _Asked | Exception | None = None
-        self._allow_changed = allow_changed_dataset
         self._begin = self.layout.stamp(sampler.start() if start is None else self._adopted(start.to_dict()))
         self._state = self._begin.to_dict()
-        self._fresh = True
         self._places: Iterator[Place] = iter(())
         self._step: Step | None = None
         self._position = self._begin
 
-    def reset(self, initial_state: dict[str, Any] | None = None) -> None:
-        """Go to ``initial_state``, or to the epoch after the last item handed out."""
-        super().reset(initial_state)
-        if self.plane.rounds is not None:
-            self.plane.rounds.restart()
+    def go_to(self, state: dict[str, Any] | None) -> None:
+        """Stand at ``state``; None: at the epoch after the last item handed out, or still at the beginning."""
         if isinstance(self._ahead, _Asked) and self._ahead.pending is not None:
             self._ahead.pending.cancel()
         self._ahead = None
-        if initial_state is not None:
-            cursor = self._adopted(find_cursor(initial_state))
-            self._state = cursor.to_dict()
+        cursor = self._begin
+        if state is not None:
+            cursor = self._adopted(find_cursor(state))
         elif not self._fresh:
             cursor = Cursor.from_dict(self._state).next_epoch()
-            self._state = cursor.to_dict()
-        else:
-            cursor = self._begin
-        self._fresh = False
+        self._state = cursor.to_dict()
         self._position = self.layout.position(cursor, self._config.resume)
         self._places, self._step = iter(()), None
 
@@ -168,18 +153,9 @@ class SamplerReader(BaseNode[Window], Watched):
         """Whether no step follows in the epoch of ``cursor``."""
         return self.sampler.step_at(replace(cursor, micro_batch=0, plan=0)) is None
 
-    def set_epoch(self, epoch: int) -> None:
-        """Pass a new epoch on to the sampler and the dataset, where they have ``set_epoch``."""
-        for target in (self.sampler, self.dataset):
-            if hasattr(target, "set_epoch"):
-                target.set_epoch(epoch)
-        if self._fetcher is not None:
-            self._fetcher.renew()
-
-    def close(self) -> None:
-        """End the workers."""
-        if self._fetcher is not None:
-            self._fetcher.close()
+    def targets(self) -> tuple[Any, ...]:
+        """What hears of a new epoch, where it has ``set_epoch``."""
+        return self.sampler, self.dataset
 
     def __len__(self) -> int:
         """Micro-batches of epoch 0; see `batches_in`."""
@@ -200,9 +176,8 @@ class SamplerReader(BaseNode[Window], Watched):
         steps = len(self.sampler) if steps_in is None else int(steps_in(epoch))
         return steps * self.layout.accumulation_steps
 
-    @in_span
-    def next(self) -> Window:
-        """Read the next window."""
+    def take(self) -> tuple[Place, Callable[[], Window]]:
+        """The place of the next window, and what reads it; workers go on with the one after it."""
         asked, self._ahead = self._ahead, None
         if asked is None:
             asked = self._ask()
@@ -211,18 +186,11 @@ class SamplerReader(BaseNode[Window], Watched):
         if self._fetcher is not None and self._fetcher.ahead:
             try:
                 self._ahead = self._ask()  # before this one is waited for, so that no worker ever waits
+            except StopIteration:
+                self._ahead = StopIteration()  # without the frames that the one just caught would keep
             except Exception as error:
                 self._ahead = error
-        window = call("reading", self._window, asked)
-        place = window.place
-        # The last window's state is the state after its step; "auto" cannot tell yet, and has one window a step.
-        self._state = place.end_state() if not place.total else place.after(place.count, 0)
-        self.counts += window.counts
-        return window
-
-    def get_state(self) -> dict[str, Any]:
-        """The cursor after the last window handed out."""
-        return dict(self._state)
+        return asked.place, partial(self._window, asked)
 
     def _next_step(self) -> Place:
         step = watch(self, lambda: call("sampler.step_at", self.sampler.step_at, self._position), "sampler")
