@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 __all__ = ["build_loader"]
 
-log = logging.getLogger("evenstep")
+log: logging.Logger = logging.getLogger("evenstep")
 
 
 def build_loader(

@@ -102,7 +102,7 @@ class TorchStreams:
                 "move the batches in the training loop."
             ) from None
         index = module.current_device() if wanted.index is None else wanted.index
-        self.device = torch.device(wanted.type, index)
+        self.device: torch.device = torch.device(wanted.type, index)
 
     def new_stream(self) -> Stream:
         """A stream on this device."""

@@ -18,7 +18,7 @@ from evenstep.nodes.stock import bare, changes_count, wrapped_like
 
 __all__ = ["Loader"]
 
-log = logging.getLogger("evenstep")
+log: logging.Logger = logging.getLogger("evenstep")
 
 T = TypeVar("T")
 

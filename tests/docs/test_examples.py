@@ -21,7 +21,8 @@ MODULES = [module.name for module in pkgutil.walk_packages(evenstep.__path__, "e
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
-def test_the_examples_of_a_page_run(page: Path) -> None:
+def test_the_examples_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # some write files
     text = page.read_text()
     module = sys.modules["__page__"] = ModuleType("__page__")  # dataclasses look their module up
     for block in BLOCK.finditer(text):

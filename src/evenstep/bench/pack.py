@@ -20,7 +20,7 @@ __all__ = ["add_arguments", "measure", "run"]
 Rows = list[list[dict[str, torch.Tensor]]]
 RUNS = 10
 COPIED = 64 * 2**20  # more than caches hold
-COLLATES = {"padded": collate_rows, "varlen": collate_varlen}
+COLLATES: dict[str, Callable[[list[Any]], Any]] = {"padded": collate_rows, "varlen": collate_varlen}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

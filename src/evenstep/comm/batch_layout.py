@@ -101,8 +101,8 @@ class Layout:
                 small.setdefault(kind.device_type, []).append((leaf, nbytes))
         for name, leaves in small.items():
             groups[name].packs = _packs(leaves, PACK_BYTES if name == "cpu" else None)
-        self.host = groups["cpu"]
-        self.groups = [groups[name] for name in sorted(groups)]
+        self.host: Group = groups["cpu"]
+        self.groups: list[Group] = [groups[name] for name in sorted(groups)]
 
 
 def _packs(leaves: list[tuple[int, int]], size: int | None) -> list[Pack]:

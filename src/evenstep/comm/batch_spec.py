@@ -83,7 +83,7 @@ class BatchSpec:
     def __init__(self, fields: Any, *, cpu_fields: Collection[str] = ()) -> None:
         self.tensors: list[TensorSpec] = []
         self.paths: list[str] = []
-        self.cpu_fields = frozenset(cpu_fields)
+        self.cpu_fields: frozenset[str] = frozenset(cpu_fields)
         self._matched: set[str] = set()
         self._tree = self._read(fields, "")
         unknown = sorted(self.cpu_fields - self._matched)
@@ -93,8 +93,8 @@ class BatchSpec:
                 f"its tensors are {self.paths}"
             )
         shapes = [list(spec.shape) for spec in self.tensors]
-        self.digest = digest_of(dump([self._tree, shapes]))
-        self.dynamic = [
+        self.digest: int = digest_of(dump([self._tree, shapes]))
+        self.dynamic: list[tuple[int, int]] = [
             (tensor, dim)
             for tensor, spec in enumerate(self.tensors)
             for dim, n in enumerate(spec.shape)

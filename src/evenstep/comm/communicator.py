@@ -76,7 +76,7 @@ class SoloCommunicator:
     def __init__(self, rank: int = 0) -> None:
         self.ranks: tuple[int, ...] = (rank,)
         self.position = 0
-        self.device = torch.device("cpu")
+        self.device: torch.device = torch.device("cpu")
         self.launcher: Launcher = launch_here
 
     def all_gather(self, row: torch.Tensor) -> torch.Tensor:

@@ -39,7 +39,7 @@ class SimulatedGroup:
     def __init__(self, ranks: tuple[int, ...], timeout: float = 60.0) -> None:
         self.ranks = ranks
         self.timeout = timeout
-        self.collectives = 0
+        self.collectives: int = 0
         self.bytes_moved = 0
         self._changed = threading.Condition()
         self._meetings: dict[int, _Meeting] = {}
@@ -94,9 +94,9 @@ class SimulatedCommunicator:
     """One rank's end of a `SimulatedGroup`; see `Communicator`."""
 
     def __init__(self, group: SimulatedGroup, position: int) -> None:
-        self.ranks = group.ranks
+        self.ranks: tuple[int, ...] = group.ranks
         self.position = position
-        self.device = torch.device("cpu")
+        self.device: torch.device = torch.device("cpu")
         self.launcher: Launcher = launch_here
         self._group = group
         self._turn = 0

@@ -45,7 +45,7 @@ class HuggingFaceDataset:
                 f"{type(dataset).__name__} is no map-style datasets.Dataset; wrap a streaming one in "
                 "evenstep.nodes.StepBuilder and pass no sampler"
             )
-        self.columns = list(names if columns is None else columns)
+        self.columns: list[str] = list(names if columns is None else columns)
         for name in [*self.columns, length_column or tokens_column]:
             if name not in names:
                 raise ValueError(f"the dataset has no column {name!r}, it has {', '.join(map(repr, names))}")

@@ -32,7 +32,7 @@ class GreedySampler:
     """
 
     def __init__(self, lengths: npt.ArrayLike, *, rows_per_step: int, seq_len: int, seed: int = 0) -> None:
-        self.lengths = np.asarray(lengths, dtype=np.int64)
+        self.lengths: npt.NDArray[np.int64] = np.asarray(lengths, dtype=np.int64)
         if self.lengths.max(initial=0) > seq_len:
             at = int(self.lengths.argmax())
             raise Infeasible(

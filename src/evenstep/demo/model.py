@@ -39,10 +39,10 @@ class Gpt(nn.Module):
     def __init__(self, config: GptConfig) -> None:
         super().__init__()
         self.config = config
-        self.embedding = nn.Embedding(config.vocabulary, config.width)
+        self.embedding: nn.Embedding = nn.Embedding(config.vocabulary, config.width)
         nn.init.normal_(self.embedding.weight, std=1 / math.sqrt(config.width))  # logits start near N(0, 1)
-        self.blocks = nn.ModuleList(_Block(config) for _ in range(config.layers))
-        self.norm = nn.LayerNorm(config.width)
+        self.blocks: nn.ModuleList = nn.ModuleList(_Block(config) for _ in range(config.layers))
+        self.norm: nn.LayerNorm = nn.LayerNorm(config.width)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
         """Features of each token, ``[tokens, width]``.

@@ -71,7 +71,7 @@ class Trainer:
         self.model = model
         self.cost = cost
         parameters = list(model.parameters())
-        self.optimizer = torch.optim.AdamW(parameters, lr=settings.learning_rate)
+        self.optimizer: torch.optim.AdamW = torch.optim.AdamW(parameters, lr=settings.learning_rate)
         sizes = [parameter.numel() for parameter in parameters]
         self._gradients = torch.zeros(sum(sizes))  # of one micro-batch, flat: one collective reduces all
         self._sum = torch.zeros(sum(sizes))  # of the micro-batches so far, over all ranks

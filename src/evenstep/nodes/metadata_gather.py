@@ -18,7 +18,7 @@ from evenstep.nodes.stage import Stage
 
 __all__ = ["MetadataGather", "announce", "window_header"]
 
-log = logging.getLogger("evenstep")
+log: logging.Logger = logging.getLogger("evenstep")
 
 
 class MetadataGather(Stage[Window, GatheredWindow]):
@@ -40,7 +40,7 @@ class MetadataGather(Stage[Window, GatheredWindow]):
     def __init__(self, source: BaseNode[Window], plane: DataPlane, *, uneven: str = "error") -> None:
         super().__init__(source)
         self.plane = plane
-        self.left_out = 0
+        self.left_out: int = 0
         self._uneven = uneven
 
     def produce(self) -> GatheredWindow:

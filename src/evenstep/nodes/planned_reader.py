@@ -24,7 +24,7 @@ from evenstep.packing import LossCounter
 
 __all__ = ["PlannedReader"]
 
-log = logging.getLogger("evenstep")
+log: logging.Logger = logging.getLogger("evenstep")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class PlannedReader(Stage[PlannedBatch, RoutedBatch]):
         super().__init__(source)
         self.plane = plane
         self.dataset = dataset
-        self.counts = Counts()
+        self.counts: Counts = Counts()
         self._config = config
         self._fetcher = make_fetcher(dataset, config, plane) if fetcher is None else fetcher
         self._compares = metadata_fn is not None or explode is not None

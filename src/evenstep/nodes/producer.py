@@ -29,10 +29,10 @@ class Produced:
     __slots__ = ("boundary", "error", "item", "state")
 
     def __init__(self, item: Any, state: Any, error: BaseException | None, boundary: bool) -> None:
-        self.item = item
-        self.state = state
-        self.error = error
-        self.boundary = boundary
+        self.item: Any = item
+        self.state: Any = state
+        self.error: BaseException | None = error
+        self.boundary: bool = boundary
 
 
 class Producer:

@@ -27,7 +27,7 @@ from evenstep.samples import MetadataTable, SampleMetadata
 
 __all__ = ["SampleReader", "make_columns", "make_fetcher"]
 
-log = logging.getLogger("evenstep")
+log: logging.Logger = logging.getLogger("evenstep")
 
 Ints = npt.NDArray[np.int64]
 _DOCUMENTS = 1 << 20  # more than any sample has: leaves room between two samples of a window

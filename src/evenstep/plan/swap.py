@@ -46,20 +46,20 @@ class SwapTable:
         price: npt.NDArray[np.float64] | None = None,
     ) -> None:
         self.problem = problem
-        self.home = None if holders is None else np.append(holders, -1)
-        self.price = np.append(0.0 if price is None else price, 0.0).astype(np.float32)
-        self.row = np.append(row, 0)
-        self.costs = _with_nobody(problem.costs)
-        self.weights = _with_nobody(problem.weights)
-        self.rank_cost = np.append(problem.work, -1)  # sorts empty places last
+        self.home: Int | None = None if holders is None else np.append(holders, -1)
+        self.price: npt.NDArray[np.float32] = np.append(0.0 if price is None else price, 0.0).astype(np.float32)
+        self.row: Int = np.append(row, 0)
+        self.costs: Int = _with_nobody(problem.costs)
+        self.weights: Int = _with_nobody(problem.weights)
+        self.rank_cost: Int = np.append(problem.work, -1)  # sorts empty places last
         # Offers are compared in single precision, which only makes a choice a little less than the best.
-        self.rough = self.costs.astype(np.float32)
-        self.free = problem.limits[:, None] - problem.used(row)
+        self.rough: npt.NDArray[np.float32] = self.costs.astype(np.float32)
+        self.free: Int = problem.limits[:, None] - problem.used(row)
         slot = row // problem.rows
-        self.load = np.stack([sums(cost, slot, problem.slots) for cost in problem.costs])
-        self.count = np.bincount(row, minlength=problem.num_rows)
-        self.keep_filled = problem.size >= problem.num_rows
-        self.table = _table(problem, slot)
+        self.load: Int = np.stack([sums(cost, slot, problem.slots) for cost in problem.costs])
+        self.count: Int = np.bincount(row, minlength=problem.num_rows)
+        self.keep_filled: bool = problem.size >= problem.num_rows
+        self.table: Int = _table(problem, slot)
 
     def exchange(self, giver: Int, taker: Int, want: Int, turn: int = 0) -> int:
         """Let each pair of slots exchange samples, so that about ``want`` cost goes from giver to taker.

@@ -40,7 +40,7 @@ class Blend:
     """
 
     def __init__(self, weights: Sequence[Fraction]) -> None:
-        self.num_streams = len(weights)
+        self.num_streams: int = len(weights)
         heap: list[tuple[Fraction, int, _Fork | int]] = [(w, i, i) for i, w in enumerate(weights)]
         heapq.heapify(heap)
         for number in range(len(weights), 2 * len(weights) - 1):

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from fractions import Fraction
 from numbers import Real
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -46,17 +47,18 @@ class MixtureOrder:
     ) -> None:
         check_seed(seed)
         check_choice("order", order, ("shuffled", "sequential"))
+        self.sizes: tuple[int, ...]
         self.sizes, exact = _checked_mixture(sizes, weights)
         check_count("num_samples", num_samples, "samples")
-        self.num_samples = int(num_samples)
-        self.seed = int(seed)
+        self.num_samples: int = int(num_samples)
+        self.seed: int = int(seed)
         self.order = order
-        self.offsets = np.concatenate([[0], np.cumsum(self.sizes)]).astype(np.int64)
+        self.offsets: npt.NDArray[np.int64] = np.concatenate([[0], np.cumsum(self.sizes)]).astype(np.int64)
         self._taken = [i for i, weight in enumerate(exact) if weight]
         self._blend = Blend([exact[i] for i in self._taken])
         total = sum(exact)
         shares = tuple(str(weight / total) for weight in exact)
-        self.identity = ("mixture", self.sizes, shares, self.num_samples, order)
+        self.identity: tuple[Any, ...] = ("mixture", self.sizes, shares, self.num_samples, order)
 
     def index_at(self, epoch: int, positions: _I64) -> _I64:
         """Indices into the concatenated datasets, int64 ``[n]``, at ``positions`` of ``epoch``."""
@@ -133,10 +135,10 @@ class MixtureSampler(StepSampler):
         super().__init__(
             length, global_batch_size=global_batch_size, order=mixture, seed=seed, remainder=remainder
         )
-        self.sizes = mixture.sizes
-        self.weights = tuple(weights)
+        self.sizes: tuple[int, ...] = mixture.sizes
+        self.weights: tuple[float, ...] = tuple(weights)
         self.order = "mixture"
-        self.dataset_size = sum(mixture.sizes)
+        self.dataset_size: int = sum(mixture.sizes)
         self._mixture = mixture
 
     def step_at(self, cursor: Cursor) -> Step | None:

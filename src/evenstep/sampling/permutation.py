@@ -51,7 +51,7 @@ class KeyedPermutation:
     def __init__(self, size: int, key: tuple[int, ...]) -> None:
         if not 1 <= size <= _MAX_SIZE:
             raise ValueError(f"size is {size}: a permutation needs 1 to 2**62 elements")
-        self.size = size
+        self.size: int = size
         self._key = mix64(*key)
         self._b = 0
         if size > TABLE_SIZE:

@@ -91,8 +91,8 @@ class RankLocalBatchSampler:
         check_count("accumulation_steps", accumulation_steps, "micro-batches per rank and step")
         check_count("global_batch_size", global_batch_size, "samples per optimizer step")
         self.batch_sampler: Any = batch_sampler
-        self.accumulation_steps = int(accumulation_steps)
-        self.global_batch_size = int(global_batch_size)
+        self.accumulation_steps: int = int(accumulation_steps)
+        self.global_batch_size: int = int(global_batch_size)
         self._stateful = callable(getattr(batch_sampler, "state_dict", None)) and callable(
             getattr(batch_sampler, "load_state_dict", None)
         )

@@ -36,8 +36,8 @@ class RowNeeds:
         budgets: Mapping[str, float],
     ) -> None:
         self.seq_len = seq_len
-        self.lengths = _checked_lengths(lengths)
-        self.budgets = tuple(float(limit) for limit in budgets.values())
+        self.lengths: npt.NDArray[np.integer[Any]] = _checked_lengths(lengths)
+        self.budgets: tuple[float, ...] = tuple(float(limit) for limit in budgets.values())
         if oversized == "error" and self.lengths.max() > seq_len:
             at = int(np.argmax(self.lengths > seq_len))
             raise Infeasible(

@@ -102,11 +102,12 @@ class StepSampler:
                 f"global_batch_size {global_batch_size} is larger than the dataset of {num_samples} samples: "
                 "remainder='drop' would leave no step at all; make the step smaller, or use 'wrap' or 'pad'"
             )
-        self.num_samples = int(num_samples)
-        self.dataset_size = self.num_samples
-        self.global_batch_size = int(global_batch_size)
-        self.seed = int(seed)
+        self.num_samples: int = int(num_samples)
+        self.dataset_size: int = self.num_samples
+        self.global_batch_size: int = int(global_batch_size)
+        self.seed: int = int(seed)
         self.remainder = remainder
+        self.order: str
         self.order, self._order = resolve_order(order, self.num_samples, self.seed)
         self._stream = order_digest(self._order)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -97,21 +97,21 @@ class TokenBudgetSampler:
         if fill is not None and not 0 < fill <= 1:
             raise ValueError(f"fill is {fill!r}: expected a fraction of the step's tokens in (0, 1], or None")
         self._needs = RowNeeds(lengths, int(seq_len), oversized, features or {}, budgets or {})
-        self.lengths = self._needs.lengths
-        self.num_samples = len(self.lengths)
+        self.lengths: npt.NDArray[np.integer[Any]] = self._needs.lengths
+        self.num_samples: int = len(self.lengths)
         with_tokens = int(np.count_nonzero(self.lengths))
         if (remainder == "drop" and with_tokens < rows_per_step) or not with_tokens:
             raise ValueError(
                 f"{with_tokens} samples with tokens cannot fill {rows_per_step} rows: remainder={remainder!r} "
                 "would leave no step at all; make the step smaller, or use 'pad'"
             )
-        self.global_batch_size = int(rows_per_step)
-        self.seq_len = int(seq_len)
-        self.seed = int(seed)
+        self.global_batch_size: int = int(rows_per_step)
+        self.seq_len: int = int(seq_len)
+        self.seed: int = int(seed)
         self.remainder = remainder
         self.fill = fill
         self.oversized = oversized
-        self.limits = RowLimits(
+        self.limits: RowLimits = RowLimits(
             self.global_batch_size,
             self.seq_len,
             None if max_segments is None else int(max_segments),
@@ -119,6 +119,7 @@ class TokenBudgetSampler:
         )
         if remainder == "drop":
             self._check_a_step_is_full(with_tokens)
+        self.order: str
         self.order, self._order = resolve_order(order, self.num_samples, self.seed)
         self._start = Cursor(
             global_batch_size=self.global_batch_size,

@@ -30,7 +30,7 @@ class RanksFailed(RuntimeError):  # noqa: N818 - plural of what happened
         super().__init__(message)
         self.outcomes = outcomes
         self.errors = errors
-        self.exit_codes = [outcome.exit_code for outcome in outcomes]
+        self.exit_codes: list[int] = [outcome.exit_code for outcome in outcomes]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,7 +43,7 @@ class SimulatedStream:
         self.device = device
         self.number = number
         self.clock: Clock = {number: 0}
-        self.busy_until = 0.0
+        self.busy_until: float = 0.0
 
     def wait_event(self, event: SimulatedEvent) -> None:
         """Operations given from now on start after ``event``."""
@@ -90,7 +90,7 @@ class SimulatedEvent:
     def __init__(self, device: SimulatedDevice) -> None:
         self.device = device
         self.clock: Clock = {}
-        self.at = 0.0
+        self.at: float = 0.0
 
     def record(self, stream: SimulatedStream) -> None:
         """Put the mark behind everything ``stream`` was given so far."""
@@ -188,10 +188,10 @@ class SimulatedDevice:
     def __init__(self, bytes_per_second: float = 1e6) -> None:
         self.bytes_per_second = bytes_per_second
         self.device = self
-        self.now = 0.0
-        self.host_waits = 0.0
+        self.now: float = 0.0
+        self.host_waits: float = 0.0
         self.violations: list[str] = []
-        self.reserved_bytes = 0
+        self.reserved_bytes: int = 0
         self.broken: Exception | None = None
         self.clock: Clock = {}
         self.streams: list[SimulatedStream] = []

@@ -40,10 +40,10 @@ class SimulatedWorld:
         balance_group_size: int | None = None,
     ) -> None:
         shape = {"dp": mesh} if isinstance(mesh, int) else dict(mesh)
-        self.size = int(np.prod(list(shape.values())))
+        self.size: int = int(np.prod(list(shape.values())))
         self._timeout = timeout
         ranks = np.arange(self.size).reshape(tuple(shape.values()))
-        self.topologies = [
+        self.topologies: list[Topology] = [
             Topology.from_mesh(
                 ranks,
                 list(shape),

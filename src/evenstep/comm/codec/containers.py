@@ -30,7 +30,7 @@ class DictNode:
     def __init__(self, keys: Sequence[Any], children: Sequence[Node]) -> None:
         self.keys = keys
         self.children = children
-        self.columns = sum(child.columns for child in children)
+        self.columns: int = sum(child.columns for child in children)
         self._findable = all(key == key for key in keys)  # a NaN is not found again
 
     def spec(self) -> Any:
@@ -60,7 +60,7 @@ class SequenceNode:
     def __init__(self, tag: str, children: Sequence[Node]) -> None:
         self.tag = tag
         self.children = children
-        self.columns = sum(child.columns for child in children)
+        self.columns: int = sum(child.columns for child in children)
 
     def spec(self) -> Any:
         return [self.tag, [child.spec() for child in self.children]]
@@ -80,7 +80,7 @@ class RaggedNode:
     def __init__(self, tag: str, child: Node) -> None:
         self.tag = tag
         self.child = child
-        self.columns = child.columns
+        self.columns: int = child.columns
 
     def spec(self) -> Any:
         return [self.tag, self.child.spec()]
@@ -104,8 +104,8 @@ class RecordNode:
         self.kind = kind
         self.names = names
         self.children = children
-        self.columns = sum(child.columns for child in children)
-        self.is_tuple = is_named_tuple_type(kind)
+        self.columns: int = sum(child.columns for child in children)
+        self.is_tuple: bool = is_named_tuple_type(kind)
 
     def spec(self) -> Any:
         children = [child.spec() for child in self.children]

@@ -24,8 +24,8 @@ _NAMES = (
 )
 TENSOR_DTYPES: dict[torch.dtype, int] = {
     dtype: dtype.itemsize
-    for name in _NAMES.split()
-    if isinstance(dtype := getattr(torch, name, None), torch.dtype)
+    for dtype in (getattr(torch, name, None) for name in _NAMES.split())
+    if isinstance(dtype, torch.dtype)
 }
 ARRAY_KINDS = "biufcmMSU"
 _DTYPE = re.compile(rf"[<>|=][{ARRAY_KINDS}]\d{{1,9}}(\[\d{{0,9}}\w{{1,7}}\])?")
@@ -71,8 +71,8 @@ class TensorNode:
     def __init__(self, dtype: torch.dtype, ndim: int) -> None:
         self.dtype = dtype
         self.ndim = ndim
-        self.itemsize = TENSOR_DTYPES[dtype]
-        self.carrier = _CARRIER.get(dtype)
+        self.itemsize: int = TENSOR_DTYPES[dtype]
+        self.carrier: torch.dtype | None = _CARRIER.get(dtype)
 
     @classmethod
     def parse(cls, name: str, ndim: int) -> TensorNode:

@@ -19,9 +19,9 @@ from evenstep.comm.codec.values import big_int_bytes
 
 __all__ = ["KEY_TYPES", "VECTORS", "Unsupported", "all_fit_int64", "are_alike", "fits_int64", "scan"]
 
-VECTORS = {int: "i", float: "f", bool: "b"}
+VECTORS: dict[type, str] = {int: "i", float: "f", bool: "b"}
 _PLAIN_KEYS = {str}
-KEY_TYPES = {str, int, bool, float, bytes, type(None)}
+KEY_TYPES: set[type] = {str, int, bool, float, bytes, type(None)}
 _LOW, _HIGH = -(1 << 63), 1 << 63
 
 

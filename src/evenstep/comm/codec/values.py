@@ -46,6 +46,8 @@ class BlobNode:
 
     def __init__(self, tag: str) -> None:
         self.tag = tag
+        self.to_bytes: Callable[[Any], bytes]
+        self.from_bytes: Callable[[memoryview], Any]
         self.to_bytes, self.from_bytes = BLOBS[tag]
 
     def spec(self) -> Any:
