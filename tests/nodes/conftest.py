@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import email
+from collections import Counter
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,3 +36,30 @@ class Corpus:
 @pytest.fixture
 def corpus() -> Corpus:
     return Corpus()
+
+
+def _documents_in(batches: list[Any]) -> Counter[tuple[int, ...]]:
+    """Which documents were trained on."""
+    found: Counter[tuple[int, ...]] = Counter()
+    for batch in batches:
+        for row, positions in zip(batch["input_ids"], batch["position_ids"], strict=True):
+            starts = [*torch.nonzero(positions == 0).flatten().tolist(), len(row)]
+            found.update(tuple(row[a:b].tolist()) for a, b in pairwise(starts))
+    return found
+
+
+@pytest.fixture
+def documents_in() -> Callable[[list[Any]], Counter[tuple[int, ...]]]:
+    """``batches -> how often each document is in them``."""
+    return _documents_in
+
+
+@pytest.fixture
+def steps_of(corpus: Corpus) -> Callable[[int, int], list[list[list[Any]]]]:
+    """``(dp rank, dp size) -> local steps``: this rank's share of the documents, four rows a step, one in each."""
+
+    def steps(rank: int, size: int) -> list[list[list[Any]]]:
+        rows = [[corpus[k]] for k in range(rank, len(corpus), size)]
+        return [rows[k : k + 4] for k in range(0, len(rows) - 3, 4)]
+
+    return steps
