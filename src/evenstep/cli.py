@@ -27,6 +27,9 @@ BENCHES = {
     "workers": "how much faster samples are read by threads and processes",
     "resume": "how long a resume takes, wherever training stopped",
     "pack": "packing and collating, in tokens per second",
+    "soak": "whether a loader that runs for long stays right, and its memory flat",
+    "scale": "planning, bytes and memory on up to 16,384 ranks, and where balance groups should begin",
+    "train": "tokens per second of training, beside padding, packing per rank and length groups",
 }
 
 
@@ -63,12 +66,12 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _run_bench(name: str) -> int:
-    """One benchmark as it runs without any option."""
+    """One benchmark without options, or in the short form that its ``IN_ALL`` names."""
     print(f"evenstep bench {name}", flush=True)
     module = import_module(f"evenstep.bench.{name}")
     parser = argparse.ArgumentParser(prog=f"evenstep bench {name}")
     module.add_arguments(parser)
-    code: int = module.run(parser.parse_args([]))
+    code: int = module.run(parser.parse_args(getattr(module, "IN_ALL", [])))
     print()
     return code
 
@@ -101,7 +104,9 @@ def _add_benches(command: argparse.ArgumentParser, words: Sequence[str]) -> None
         if list(words) == ["bench", name]:
             _fill(bench, f"evenstep.bench.{name}")
     everything = benches.add_parser(
-        "all", help="all of them, one after the other", description="Run every benchmark without options."
+        "all",
+        help="all of them, one after the other",
+        description="Run every benchmark without options, the long ones with --quick.",
     )
     everything.set_defaults(module="all")
 
