@@ -7,7 +7,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
@@ -22,6 +21,7 @@ from evenstep.nodes.describe import Describer
 from evenstep.nodes.fetch import Fetcher, InlineFetcher, Pending, ThreadFetcher, Unreadable
 from evenstep.nodes.sample_seed import SeedKey
 from evenstep.nodes.worker_processes import ProcessFetcher
+from evenstep.progress import no_progress, terminal_progress
 from evenstep.shown import shown
 
 __all__ = ["add_arguments", "run", "scan_lengths"]
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
             num_workers=args.num_workers,
             worker=args.worker,
             unreadable=args.unreadable,
-            progress=_terminal_progress,
+            progress=lambda done, total: terminal_progress("samples", total, done),
         )
     except (ImportError, AttributeError, OSError, TypeError, ValueError, SampleError) as error:
         print(f"evenstep lengths: {error}", file=sys.stderr)
@@ -137,9 +137,9 @@ def scan_lengths(
     missing = np.flatnonzero(lengths == _UNREAD)
     measured = _Measured(dataset, metadata_fn)
     fetcher = _fetcher(measured, num_workers, worker)
-    show = _no_progress if progress is None else progress
+    done, total = len(dataset) - len(missing), len(dataset)
     try:
-        with show(len(dataset) - len(missing), len(dataset)) as advance:
+        with no_progress("", total) if progress is None else progress(done, total) as advance:
             for chunk, values in _chunks(fetcher, missing):
                 for index, value in zip(chunk.tolist(), values, strict=True):
                     if isinstance(value, Unreadable):
@@ -237,21 +237,3 @@ def _import(path: str) -> Any:
     for attribute in name.split("."):
         found = getattr(found, attribute)
     return found
-
-
-@contextmanager
-def _no_progress(done: int, total: int) -> Iterator[Callable[[int], None]]:  # noqa: ARG001 - the signature of a progress bar
-    yield lambda _: None
-
-
-@contextmanager
-def _terminal_progress(done: int, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr, if that is a terminal and tqdm is installed."""
-    try:
-        tqdm: Any = import_module("tqdm").tqdm
-    except ImportError:
-        with _no_progress(done, total) as advance:
-            yield advance
-        return
-    with tqdm(total=total, initial=done, unit=" samples", disable=not sys.stderr.isatty()) as bar:
-        yield lambda samples: bar.update(samples) and None

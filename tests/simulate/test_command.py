@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from evenstep.progress import terminal_progress
 from evenstep.simulate import Simulation, add_arguments, run
 from evenstep.simulate.figures import draw_efficiency, draw_lengths, draw_step
-from evenstep.simulate.progress import terminal_progress
 from evenstep.simulate.summary import HEADER, as_text, headlines
 
 Lengths = npt.NDArray[np.int64]

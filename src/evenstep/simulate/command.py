@@ -12,8 +12,8 @@ from typing import Any, get_args
 from evenstep.cost import DEFAULT_COST, CostModel, LinearQuadraticCost, TransformerCost
 from evenstep.errors import Infeasible
 from evenstep.plan import Algorithm
+from evenstep.progress import no_progress, terminal_progress
 from evenstep.simulate.lengths import read_lengths
-from evenstep.simulate.progress import no_progress, terminal_progress
 from evenstep.simulate.settings import Oversized, Settings, usual_seq_len
 from evenstep.simulate.simulation import simulate
 from evenstep.simulate.summary import as_json, as_text

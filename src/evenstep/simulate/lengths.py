@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from evenstep.datasets.megatron_index import MegatronIndex
-from evenstep.simulate.progress import Progress, no_progress
+from evenstep.progress import Progress, no_progress
 
 __all__ = ["read_lengths"]
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from evenstep.cost import padding_cost
 from evenstep.plan import Algorithm, Objective, PackingConstraints, plan_window
 from evenstep.plan.metrics import moved, rank_of
-from evenstep.simulate.progress import Progress, no_progress
+from evenstep.progress import Progress, no_progress
 from evenstep.simulate.settings import Settings, Sync, fitting
 from evenstep.simulate.steps import SampledStep, sampled_steps
 

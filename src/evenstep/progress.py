@@ -15,14 +15,14 @@ Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
 
 
 @contextmanager
-def no_progress(description: str, total: int) -> Iterator[Callable[[int], None]]:  # noqa: ARG001 - the signature of a progress bar
+def no_progress(description: str, total: int, done: int = 0) -> Iterator[Callable[[int], None]]:  # noqa: ARG001 - the signature of a progress bar
     """Shows nothing."""
     yield lambda _: None
 
 
 @contextmanager
-def terminal_progress(description: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A tqdm bar on stderr, if that is a terminal and tqdm is installed."""
+def terminal_progress(description: str, total: int, done: int = 0) -> Iterator[Callable[[int], None]]:
+    """A tqdm bar on stderr that begins at ``done``, if that is a terminal and tqdm is installed."""
     try:
         tqdm: Any = import_module("tqdm").tqdm
     except ImportError:
@@ -30,6 +30,11 @@ def terminal_progress(description: str, total: int) -> Iterator[Callable[[int], 
             yield advance
         return
     with tqdm(
-        desc=description, total=total, unit_scale=True, leave=False, disable=not sys.stderr.isatty()
+        desc=description,
+        total=total,
+        initial=done,
+        unit_scale=True,
+        leave=False,
+        disable=not sys.stderr.isatty(),
     ) as bar:
         yield lambda amount: bar.update(amount) and None
