@@ -1,24 +1,34 @@
-"""How long a training loop waits for its data: the time inside ``next`` beside a compute of known length."""
+"""How long a training loop waits for its data: the time inside the loader beside a compute of known length."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import threading
 import time
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from evenstep.bench.machine import as_line, describe_machine
 from evenstep.build import build_loader
 from evenstep.config import LoaderConfig
 from evenstep.sampling import StepSampler
+from evenstep.testing import run_ranks
 
 __all__ = ["add_arguments", "measure", "run"]
 
-_ROWS = 4  # per step: micro-batches of one row
-_WARM_UP = _ROWS  # the first window is never there ahead
+_ROWS = 4  # per rank and step: micro-batches of one row
+_WARM_UP = 2 * _ROWS  # the first window is never there ahead, and the second begins when it is read
+_WAYS: dict[str, tuple[str, dict[str, Any], bool]] = {
+    "prefetch": ("producer thread", {"collectives": "producer"}, False),
+    "caller": ("caller, with hooks", {"collectives": "caller"}, True),
+    "caller_without_hooks": ("caller, without hooks", {"collectives": "caller"}, False),
+    "no_prefetch": ("no prefetch", {"host_prefetch": 0}, False),
+}
 
 
 class _Documents:
@@ -39,6 +49,7 @@ class _Documents:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``evenstep bench stall``."""
+    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="data-parallel ranks, over gloo")
     parser.add_argument(
         "--compute-ms", type=float, default=50.0, metavar="MS", help="compute per micro-batch, simulated"
     )
@@ -51,62 +62,92 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def measure(
     *,
+    ranks: int = 2,
     compute_seconds: float = 0.05,
     read_seconds: float = 0.005,
     micro_batches: int = 60,
     seq_len: int = 8192,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Seconds in ``next`` per micro-batch, with data prepared ahead and without.
+    """Seconds per micro-batch inside the loader, by who starts the collectives, and without look-ahead.
 
     The compute is a sleep: like a training step on an accelerator, it leaves the processor to the loader.
-    ``stalled`` is the share of the whole time that the loop spent in ``next``, without the first window.
+    ``stalled`` is the share of the whole time that the loop spent in ``next`` and in the hooks, without the first two
+    windows, on the rank where it is largest. ``next_seconds`` and ``hook_seconds`` are its parts, per micro-batch;
+    ``loop_cpu_seconds`` is the processor time in them, ``worker_cpu_seconds`` that of the loader's thread.
     """
     result: dict[str, Any] = {
         "machine": describe_machine(),
         "seed": seed,
+        "ranks": ranks,
         "compute_seconds": compute_seconds,
         "read_seconds": read_seconds,
         "micro_batches": micro_batches,
         "seq_len": seq_len,
     }
-    for name, host_prefetch in (("prefetch", None), ("no_prefetch", 0)):
-        waits = _waits(compute_seconds, read_seconds, micro_batches, seq_len, seed, host_prefetch)
-        total = waits.sum() + compute_seconds * len(waits)
-        result[name] = {
-            "stalled": float(waits.sum() / total),
-            "median_seconds": float(np.median(waits)),
-            "p99_seconds": float(np.quantile(waits, 0.99)),
-        }
+    arguments = compute_seconds, read_seconds, micro_batches, seq_len, seed
+    for way in _WAYS:
+        found = run_ranks(_rank, ranks, way, *arguments, timeout=600.0)
+        result[way] = max(found, key=lambda one: one["stalled"])
     return result
 
 
-def _waits(
-    compute_seconds: float,
-    read_seconds: float,
-    count: int,
-    seq_len: int,
-    seed: int,
-    host_prefetch: int | None,
-) -> np.ndarray[Any, np.dtype[np.float64]]:
-    steps = -(-(count + _WARM_UP) // _ROWS) + 2
-    dataset = _Documents(steps * _ROWS, seq_len, read_seconds, seed)
-    config = LoaderConfig(seq_len=seq_len, host_prefetch=host_prefetch)
-    sampler = StepSampler(len(dataset), global_batch_size=_ROWS, seed=seed)
-    waits = []
-    with build_loader(dataset, None, config, sampler=sampler) as loader:
+def _rank(
+    _: int, way: str, compute_seconds: float, read_seconds: float, count: int, seq_len: int, seed: int
+) -> dict[str, float]:
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp",)) if ranks > 1 else None
+    steps = -(-(count + _WARM_UP) // _ROWS) + 3
+    dataset = _Documents(steps * _ROWS * ranks, seq_len, read_seconds, seed)
+    _, options, hooks = _WAYS[way]
+    sampler = StepSampler(len(dataset), global_batch_size=_ROWS * ranks, seed=seed)
+    in_next, in_hooks = [], []
+    loop_cpu = worker_cpu = 0.0
+    with build_loader(dataset, mesh, LoaderConfig(seq_len=seq_len, **options), sampler=sampler) as loader:
         batches = iter(loader)
-        for _ in range(count + _WARM_UP):
-            begin = time.perf_counter()
+        for number in range(count + _WARM_UP):
+            if number == _WARM_UP:
+                loop_cpu, worker_cpu = 0.0, _worker_cpu()
+            times = [time.perf_counter(), time.thread_time()]
             next(batches)
-            waits.append(time.perf_counter() - begin)
-            time.sleep(compute_seconds)
-    return np.array(waits[_WARM_UP:])
+            in_next.append(time.perf_counter() - times[0])
+            loop_cpu += time.thread_time() - times[1]
+            time.sleep(compute_seconds / 3)  # the forward pass
+            in_hooks.append(0.0)
+            for hook in (loader.prefetch_plan, loader.prefetch) if hooks else ():
+                times = [time.perf_counter(), time.thread_time()]
+                hook()
+                in_hooks[-1] += time.perf_counter() - times[0]
+                loop_cpu += time.thread_time() - times[1]
+                time.sleep(compute_seconds / 3)
+            if not hooks:
+                time.sleep(compute_seconds * 2 / 3)
+        worker_cpu = _worker_cpu() - worker_cpu
+    waits = np.array(in_next[_WARM_UP:]) + np.array(in_hooks[_WARM_UP:])
+    return {
+        "stalled": float(waits.sum() / (waits.sum() + compute_seconds * count)),
+        "median_seconds": float(np.median(waits)),
+        "p99_seconds": float(np.quantile(waits, 0.99)),
+        "next_seconds": float(np.mean(in_next[_WARM_UP:])),
+        "hook_seconds": float(np.mean(in_hooks[_WARM_UP:])),
+        "loop_cpu_seconds": loop_cpu / count,
+        "worker_cpu_seconds": worker_cpu / count,
+    }
+
+
+def _worker_cpu() -> float:
+    """Processor time of the loader's thread so far, in seconds; 0 without one, or where the platform cannot say."""
+    clock_of = getattr(time, "pthread_getcpuclockid", None)
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith("evenstep-prefetch")]
+    if clock_of is None or not threads:
+        return 0.0
+    return sum(time.clock_gettime(clock_of(thread.ident)) for thread in threads)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure what ``args`` says, print it on stdout, and return the exit status."""
     result = measure(
+        ranks=args.ranks,
         compute_seconds=args.compute_ms / 1e3,
         read_seconds=args.read_ms / 1e3,
         micro_batches=args.micro_batches,
@@ -118,20 +159,19 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _as_text(result: dict[str, Any]) -> str:
-    def line(title: str, found: dict[str, float]) -> str:
-        return (
-            f"  {title:<12} {found['stalled']:8.2%} of the time   median {found['median_seconds'] * 1e3:7.2f} ms   "
-            f"p99 {found['p99_seconds'] * 1e3:7.2f} ms"
+    lines = [
+        as_line(result["machine"]),
+        f"seed {result['seed']}, {result['ranks']} ranks over gloo, {result['micro_batches']} micro-batches of one row of "
+        f"{result['seq_len']:,} tokens, {result['compute_seconds'] * 1e3:g} ms of compute, "
+        f"{result['read_seconds'] * 1e3:g} ms to read a sample",
+        "",
+        "waiting for data         of the time   median ms   p99 ms   mean ms in next   in hooks   CPU ms: loop   worker",
+    ]
+    for way, (title, _, _) in _WAYS.items():
+        found = {name: 1e3 * value for name, value in result[way].items()}
+        lines.append(
+            f"  {title:<22} {result[way]['stalled']:11.2%} {found['median_seconds']:11.2f} {found['p99_seconds']:8.2f} "
+            f"{found['next_seconds']:17.2f} {found['hook_seconds']:10.2f} {found['loop_cpu_seconds']:14.2f} "
+            f"{found['worker_cpu_seconds']:8.2f}"
         )
-
-    return "\n".join(
-        [
-            as_line(result["machine"]),
-            f"seed {result['seed']}, {result['micro_batches']} micro-batches of one row of {result['seq_len']:,} tokens, "
-            f"{result['compute_seconds'] * 1e3:g} ms of compute, {result['read_seconds'] * 1e3:g} ms to read a sample",
-            "",
-            "waiting for data",
-            line("prefetch", result["prefetch"]),
-            line("no prefetch", result["no_prefetch"]),
-        ]
-    )
+    return "\n".join(lines)

@@ -128,7 +128,7 @@ class _CalledProducer(Producer):
         Args:
             patience: Seconds in which it must bring the next.
             payload: Whether payload may be started.
-            wait: Whether to wait for the first one too.
+            wait: Whether to wait for the first one too, and also where the next item is there already.
         """
         deadline = time.monotonic() + (patience if wait else 0.0)
         with self._changed:
@@ -136,7 +136,8 @@ class _CalledProducer(Producer):
                 brought = self.desk.waiting
                 if brought is None:
                     left = deadline - time.monotonic()
-                    if left <= 0 or not self._at_work():
+                    in_time = not wait and self._queue  # a later pass will do: the loop has better to do than wait
+                    if left <= 0 or in_time or not self._at_work():
                         return
                     self._changed.wait(left)
                     continue
