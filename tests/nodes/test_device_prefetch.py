@@ -1,73 +1,31 @@
+"""Batches come to the device in order, with their types, states and errors, whatever was staged ahead."""
+
 from __future__ import annotations
 
 import re
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torchdata.nodes import BaseNode, IterableWrapper
 
-import evenstep.nodes.device_prefetch as module
-from evenstep.cursor import Cursor
 from evenstep.nodes.device_prefetch import DevicePrefetch
-from evenstep.nodes.host_prefetch import HostPrefetch
 from evenstep.nodes.pin_memory import PinMemory
 from evenstep.nodes.stage import Stage
 from evenstep.testing import assert_node_conforms
-from evenstep.testing.simulated_device import SimulatedDevice, SimulatedStream, SimulatedTensor
-
-
-class Batches(BaseNode[Any]):
-    """Epochs of batches that know their position, with a cursor as state; may fail, end, or not be ready."""
-
-    def __init__(
-        self,
-        make: Callable[[tuple[int, int]], Any],
-        size: int = 5,
-        fail_at: int | None = None,
-        ready: list[bool] | None = None,
-    ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.make, self.size, self.fail_at = make, size, fail_at
-        self.at = Cursor(global_batch_size=1)
-        self.resets: list[dict[str, Any] | None] = []
-        self.pulls = 0
-        if ready is not None:
-            self.ready = lambda: ready.pop(0) if ready else True
-
-    def reset(self, initial_state: dict[str, Any] | None = None) -> None:
-        super().reset(initial_state)
-        self.resets.append(initial_state)
-        self.at = self.at.next_epoch() if initial_state is None else Cursor.from_dict(initial_state)
-
-    def next(self) -> Any:
-        self.pulls += 1
-        position = self.at.consumed_samples
-        if position == self.fail_at:
-            raise OSError("disk gone")
-        if position >= self.size:
-            raise StopIteration
-        self.at = Cursor(epoch=self.at.epoch, consumed_samples=position + 1, global_batch_size=1)
-        return self.make((self.at.epoch, position))
-
-    def get_state(self) -> dict[str, Any]:
-        return self.at.to_dict()
+from evenstep.testing.positions import Positions
+from evenstep.testing.simulated_device import SimulatedDevice, SimulatedTensor
 
 
 def on(device: SimulatedDevice) -> Callable[[tuple[int, int]], dict[str, Any]]:
     return lambda position: {"x": SimulatedTensor(device, position).pin_memory(), "at": position}
 
 
-def build(
-    device: SimulatedDevice, depth: int = 1, kind: type[DevicePrefetch] = DevicePrefetch, **options: Any
-) -> tuple[DevicePrefetch, Batches]:
-    source = Batches(on(device), **options)
-    return kind(source, device, depth), source
+def build(device: SimulatedDevice, depth: int = 1, **options: Any) -> tuple[DevicePrefetch, Positions]:
+    source = Positions(on(device), **options)
+    return DevicePrefetch(source, device, depth), source
 
 
 def positions(node: DevicePrefetch) -> list[tuple[int, int]]:
@@ -76,7 +34,7 @@ def positions(node: DevicePrefetch) -> list[tuple[int, int]]:
 
 class TestOnTheCPU:
     def test_batches_pass_through_and_nothing_is_pulled_ahead(self) -> None:
-        source = Batches(lambda at: {"x": torch.tensor(at)})
+        source = Positions(lambda at: {"x": torch.tensor(at)})
         node = DevicePrefetch(source, "cpu", depth=3)
         assert node.last_host_batch is None
         for pulled in range(1, 4):
@@ -88,7 +46,7 @@ class TestOnTheCPU:
             assert node.state_dict() == source.at.to_dict()
 
     def test_an_end_lasts_until_the_next_epoch_which_is_one_reset(self) -> None:
-        source = Batches(lambda at: at, size=2)
+        source = Positions(lambda at: at, size=2)
         node = DevicePrefetch(source, torch.device("cpu"))
         assert list(node) == [(0, 0), (0, 1)]
         with pytest.raises(StopIteration):
@@ -107,147 +65,7 @@ def test_an_impossible_depth_is_refused(depth: Any) -> None:
         "behind one step"
     )
     with pytest.raises(ValueError, match=re.escape(message)):
-        DevicePrefetch(Batches(on(SimulatedDevice())), "cpu", depth)
-
-
-def train(
-    device: SimulatedDevice,
-    node: DevicePrefetch,
-    steps: list[tuple[float, float, bool, bool]],
-) -> list[tuple[int, int]]:
-    """A loop with kernels of some length, pauses of the host, kept batches and prefetch hooks."""
-    kept: deque[Any] = deque(maxlen=3)
-    seen = []
-    for kernel, pause, keep, hook in steps:
-        try:
-            batch = next(node)
-        except StopIteration:
-            break
-        device.compute(kernel, batch["x"])
-        for old in [*kept]:
-            device.compute(kernel, old["x"])
-        old = None
-        if keep:
-            kept.append(batch)  # drops the oldest, with its kernel still running
-        if hook:
-            node.prefetch()
-        device.sleep(pause)
-        seen.append(batch["x"].value)
-        del batch
-    return seen
-
-
-SECONDS = st.sampled_from([0.0, 0.0001, 0.001, 0.01])
-STEPS = st.lists(st.tuples(SECONDS, SECONDS, st.booleans(), st.booleans()), min_size=1, max_size=12)
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    steps=STEPS,
-    depth=st.integers(0, 3),
-    ready=st.none() | st.lists(st.booleans(), max_size=20),
-    size=st.integers(1, 8),
-)
-def test_under_every_schedule_batches_come_in_order_without_a_race_or_a_host_wait(
-    steps: list[tuple[float, float, bool, bool]], depth: int, ready: list[bool] | None, size: int
-) -> None:
-    device = SimulatedDevice()
-    node, _ = build(device, depth, size=size, ready=ready)
-    expected = [(0, position) for position in range(min(size, len(steps)))]
-    assert train(device, node, steps) == expected
-    assert device.host_waits == 0
-    node.reset()
-    assert train(device, node, steps)[:1] == [(1, 0)]
-    device.check()
-    node.close()
-    del node
-    device.check()
-
-
-class DropsSources(DevicePrefetch):
-    def produce(self) -> Any:
-        batch = super().produce()
-        self._books.sources.clear()
-        for item in self._books.staged:
-            item.host = None
-        self.last_host_batch = None
-        return batch
-
-
-def skip_wait(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SimulatedStream, "wait_event", lambda *_: None)
-
-
-def skip_record_stream(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SimulatedTensor, "record_stream", lambda *_: None)
-
-
-def drop_sources(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(module, "DevicePrefetch", DropsSources)
-
-
-def forget_the_consumer(patch: pytest.MonkeyPatch) -> None:
-    real = DevicePrefetch._advance
-
-    def advance(self: DevicePrefetch) -> None:
-        real(self)
-        for slot in self._books.slots:
-            slot.consumed = SimulatedDevice().new_event()
-
-    patch.setattr(DevicePrefetch, "_advance", advance)
-
-
-@pytest.mark.parametrize(
-    ("plant", "symptom"),
-    [
-        (skip_wait, "a kernel on stream 0 reads the copy of (0, 0) before it is written"),
-        (skip_record_stream, "on stream 1 overwrites the copy of (0, 0) while stream 0 reads it"),
-        (forget_the_consumer, "on stream 1 overwrites the copy of (0, 0) while stream 0 reads it"),
-        (drop_sources, "pinned (0, 0) is freed while stream 1 may still read it"),
-    ],
-)
-def test_planted_bugs_are_caught(
-    plant: Callable[[pytest.MonkeyPatch], None], symptom: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def run() -> list[str]:
-        found = []
-        for keep in (False, True):
-            device = SimulatedDevice()
-            node, _ = build(device, 1, module.DevicePrefetch, size=8)
-            train(device, node, [(0.01, 0.0, keep, False)] * 8)
-            found += device.violations
-        return found
-
-    assert run() == []
-    plant(monkeypatch)
-    assert any(symptom in violation for violation in run()), run()
-
-
-@pytest.mark.parametrize("depth", [0, 1, 2, 3])
-def test_memory_is_bounded_by_the_slots_however_far_the_host_is_ahead(depth: int) -> None:
-    device = SimulatedDevice()
-    node, _ = build(device, depth, size=50)
-    train(device, node, [(0.01, 0.0, False, True)] * 50)
-    assert device.host_waits == 0
-    assert device.reserved_bytes <= (depth + 2) * 1000
-    device.check()
-
-
-def test_copies_hide_behind_compute_and_only_with_a_depth() -> None:
-    def seconds(depth: int, pinned: bool = True) -> float:
-        device = SimulatedDevice(bytes_per_second=1e5)  # a copy takes 10 ms
-        source: BaseNode[Any] = Batches(lambda at: {"x": SimulatedTensor(device, at)}, size=20)
-        node = DevicePrefetch(PinMemory(source, device) if pinned else source, device, depth)
-        for batch in node:
-            device.compute(0.050, batch["x"])
-            device.sleep(0.050)
-        device.synchronize()
-        device.check()
-        return device.now
-
-    assert seconds(1) == pytest.approx(20 * 0.050 + 0.010)
-    assert seconds(0) > 19 * 0.059
-    assert seconds(1, pinned=False) > 20 * 0.055  # the host waits for every copy from pageable memory
+        DevicePrefetch(Positions(on(SimulatedDevice())), "cpu", depth)
 
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
@@ -337,7 +155,7 @@ def test_a_failed_copy_surfaces_in_its_turn_and_its_batch_counts_as_not_handed_o
 
 def test_a_host_batch_that_is_not_ready_is_neither_pulled_nor_waited_for() -> None:
     device = SimulatedDevice()
-    source = Batches(on(device), ready=[False, True, False])
+    source = Positions(on(device), ready=[False, True, False])
     node = DevicePrefetch(source, device, 2)
     next(node)
     assert source.pulls == 1
@@ -365,19 +183,6 @@ def test_close_lets_go_of_host_memory_only_when_it_is_read() -> None:
     node.close()
     node.close()
     del node, del_me
-    device.check()
-
-
-def test_behind_the_thread_that_pins() -> None:
-    device = SimulatedDevice()
-    source = Batches(lambda at: {"x": SimulatedTensor(device, at)}, size=30)
-    host = HostPrefetch(PinMemory(source, device), 3)
-    node = DevicePrefetch(host, device, 2)
-    for epoch in range(2):
-        node.reset()
-        assert train(device, node, [(0.001, 0.001, True, True)] * 30) == [(epoch, at) for at in range(30)]
-    node.close()
-    host.close()
     device.check()
 
 
@@ -425,7 +230,7 @@ def test_types_are_kept_and_cpu_fields_stay_on_the_host() -> None:
         )
 
     fields = ("lengths", "deep.off")
-    source = PinMemory(Batches(make), device, cpu_fields=fields)
+    source = PinMemory(Positions(make), device, cpu_fields=fields)
     node = DevicePrefetch(source, device, cpu_fields=fields)
     batch, host = next(node), node.last_host_batch
     device.compute(0.1, batch["movable"].inner)
@@ -451,13 +256,13 @@ def test_types_are_kept_and_cpu_fields_stay_on_the_host() -> None:
 def test_it_conforms(depth: int) -> None:
     def node(**options: Any) -> BaseNode[Any]:
         device = SimulatedDevice()
-        staged = DevicePrefetch(Batches(on(device), **options), device, depth)
-        return Positions(staged)
+        staged = DevicePrefetch(Positions(on(device), **options), device, depth)
+        return Told(staged)
 
     assert_node_conforms(node, build_failing=lambda: node(fail_at=2))
 
 
-class Positions(Stage[Any, Any]):
+class Told(Stage[Any, Any]):
     """Batches by what tells them apart."""
 
     def produce(self) -> Any:

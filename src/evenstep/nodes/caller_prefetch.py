@@ -32,8 +32,9 @@ class CallerPrefetch(HostPrefetch[T]):
     up to the next payload; in `prefetch` (once the backward pass is launched), which goes on to the next payload and
     starts that; and in `next`, which starts whatever its item still needs. The hooks are optional and harmless to
     repeat, and the order of the collectives is that of the stages, whoever starts them: ranks with their hooks at
-    different places get the same items, and since a hook waits for others at most ``patience`` seconds, none hangs.
-    An end or an error that a hook meets is raised by `next`, in its turn.
+    different places get the same items. A hook waits for nothing while the next item is there; while it is not, it
+    waits for others at most ``patience`` seconds, so that none hangs. An end or an error that a hook meets is raised by
+    `next`, in its turn.
 
     NCCL also wants collectives of different groups, the training step's among them, started in one order on every
     rank. So with an accelerator the hooks keep ``lockstep``: each waits until its part is done, and then what it has
@@ -136,7 +137,9 @@ class _CalledProducer(Producer):
                 brought = self.desk.waiting
                 if brought is None:
                     left = deadline - time.monotonic()
-                    in_time = not wait and self._queue  # a later pass will do: the loop has better to do than wait
+                    in_time = (
+                        not wait and self._queue
+                    )  # a later pass will do: the loop has better to do than wait
                     if left <= 0 or in_time or not self._at_work():
                         return
                     self._changed.wait(left)

@@ -9,107 +9,13 @@ schedule let them come out right.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from evenstep.testing.simulated_stream import Clock, Memory, SimulatedEvent, SimulatedStream
+
 __all__ = ["SimulatedDevice", "SimulatedEvent", "SimulatedStream", "SimulatedTensor"]
-
-Clock = dict[int, int]  # stream number -> operations of that stream known to be done
-
-
-def _join(clock: Clock, other: Clock) -> None:
-    for stream, count in other.items():
-        clock[stream] = max(clock.get(stream, 0), count)
-
-
-class _Memory:
-    """A block of host or device memory, and who used it."""
-
-    def __init__(self, name: str, nbytes: int, stream: SimulatedStream | None) -> None:
-        self.name = name
-        self.before = name  # what it was last used for
-        self.nbytes = nbytes
-        self.stream = stream  # on which it was allocated; None on the host
-        self.write: tuple[int, int] | None = None
-        self.reads: dict[int, int] = {}
-        self.recorded: dict[int, SimulatedStream] = {}
-
-
-class SimulatedStream:
-    """Operations in order; see `SimulatedDevice`."""
-
-    def __init__(self, device: SimulatedDevice, number: int) -> None:
-        self.device = device
-        self.number = number
-        self.clock: Clock = {number: 0}
-        self.busy_until: float = 0.0
-
-    def wait_event(self, event: SimulatedEvent) -> None:
-        """Operations given from now on start after ``event``."""
-        _join(self.clock, event.clock)
-        self.busy_until = max(self.busy_until, event.at)
-
-    def run(
-        self,
-        seconds: float,
-        reads: Sequence[_Memory] = (),
-        writes: Sequence[_Memory] = (),
-        what: str = "an operation",
-    ) -> float:
-        """Queue an operation; returns the virtual time of its end."""
-        device = self.device
-        _join(self.clock, device.clock)
-        self.clock[self.number] += 1
-        self.busy_until = max(self.busy_until, device.now) + seconds
-        for memory in reads:
-            if memory.write is not None and not self._knows(*memory.write):
-                device.report(f"{what} on stream {self.number} reads {memory.name} before it is written")
-            memory.reads[self.number] = self.clock[self.number]
-        for memory in writes:
-            if memory.write is not None and not self._knows(*memory.write):
-                device.report(
-                    f"{what} on stream {self.number} overwrites {memory.before} while it is written"
-                )
-            for stream, count in memory.reads.items():
-                if not self._knows(stream, count):
-                    device.report(
-                        f"{what} on stream {self.number} overwrites {memory.before} while stream {stream} reads it"
-                    )
-            memory.write = (self.number, self.clock[self.number])
-            memory.reads = {}
-        return self.busy_until
-
-    def _knows(self, stream: int, count: int) -> bool:
-        return self.clock.get(stream, 0) >= count
-
-
-class SimulatedEvent:
-    """A mark in a stream; before `record`, it has always been passed."""
-
-    def __init__(self, device: SimulatedDevice) -> None:
-        self.device = device
-        self.clock: Clock = {}
-        self.at: float = 0.0
-
-    def record(self, stream: SimulatedStream) -> None:
-        """Put the mark behind everything ``stream`` was given so far."""
-        _join(stream.clock, self.device.clock)
-        self.clock = dict(stream.clock)
-        self.at = stream.busy_until
-
-    def query(self) -> bool:
-        """Whether the device has passed the mark; if so, the host knows it from now on."""
-        if self.at > self.device.now:
-            return False
-        _join(self.device.clock, self.clock)
-        return True
-
-    def synchronize(self) -> None:
-        """Let the host wait for the mark."""
-        self.device.host_waits += max(0.0, self.at - self.device.now)
-        self.device.now = max(self.device.now, self.at)
-        _join(self.device.clock, self.clock)
 
 
 class SimulatedTensor:
@@ -125,8 +31,9 @@ class SimulatedTensor:
         self.value = value
         self.nbytes = nbytes
         self._device = device
-        self._memory = _Memory(f"pageable {value!r}", nbytes, None)
+        self._memory = Memory(f"pageable {value!r}", nbytes, None)
         self._kind = "pageable"
+        self._write: tuple[int, int] | None = None  # what put the value there
 
     @property
     def is_on_device(self) -> bool:
@@ -139,7 +46,7 @@ class SimulatedTensor:
 
     def pin_memory(self) -> SimulatedTensor:
         """A copy in pinned memory, made by the host; freeing it before the device has read it is reported."""
-        twin = self._twin("pinned", _Memory(f"pinned {self.value!r}", self.nbytes, None))
+        twin = self._twin("pinned", Memory(f"pinned {self.value!r}", self.nbytes, None))
         weakref.finalize(twin, self._device._free_pinned, twin._memory).atexit = False
         return twin
 
@@ -151,9 +58,9 @@ class SimulatedTensor:
         memory = device._allocate(f"the copy of {self.value!r}", self.nbytes, stream)
         twin = self._twin("device", memory)
         weakref.finalize(twin, device._free, memory).atexit = False
-        stream.run(
-            self.nbytes / device.bytes_per_second, [self._memory], [memory], f"the copy of {self.value!r}"
-        )
+        what = f"the copy of {self.value!r}"
+        stream.run(self.nbytes / device.bytes_per_second, [self._memory], [memory], what)
+        twin._write = memory.write
         if not (non_blocking and self.is_pinned()):
             event = device.new_event()
             event.record(stream)
@@ -164,7 +71,7 @@ class SimulatedTensor:
         """Keep the memory from being used again, once freed, before ``stream`` has come to where it is then."""
         self._memory.recorded[stream.number] = stream
 
-    def _twin(self, kind: str, memory: _Memory) -> SimulatedTensor:
+    def _twin(self, kind: str, memory: Memory) -> SimulatedTensor:
         twin = SimulatedTensor(self._device, self.value, self.nbytes)
         twin._kind, twin._memory = kind, memory
         return twin
@@ -195,7 +102,7 @@ class SimulatedDevice:
         self.broken: Exception | None = None
         self.clock: Clock = {}
         self.streams: list[SimulatedStream] = []
-        self._cache: list[tuple[_Memory, list[SimulatedEvent]]] = []
+        self._cache: list[tuple[Memory, list[SimulatedEvent]]] = []
         self._current = self.new_stream()
 
     def new_stream(self) -> SimulatedStream:
@@ -230,6 +137,8 @@ class SimulatedDevice:
         """Launch a kernel of ``seconds`` that reads ``tensors`` on the current stream; the host goes on."""
         for tensor in tensors:
             assert tensor.is_on_device, f"{tensor.value!r} is not on the device"
+            if tensor._memory.write != tensor._write:
+                self.report(f"a kernel reads {tensor.value!r} where {tensor._memory.name} lies now")
         self._current.run(seconds, [tensor._memory for tensor in tensors], what="a kernel")
 
     def sleep(self, seconds: float) -> None:
@@ -251,7 +160,7 @@ class SimulatedDevice:
         """Raise AssertionError if anything was wrong with the order of operations so far."""
         assert not self.violations, "\n".join(self.violations)
 
-    def _allocate(self, name: str, nbytes: int, stream: SimulatedStream) -> _Memory:
+    def _allocate(self, name: str, nbytes: int, stream: SimulatedStream) -> Memory:
         """Reuse as CUDA's caching allocator does: in stream order, and after the events of recorded streams."""
         for at, (memory, events) in enumerate(self._cache):
             fits = memory.nbytes == nbytes and memory.stream is stream
@@ -260,9 +169,9 @@ class SimulatedDevice:
                 memory.before, memory.name, memory.recorded = memory.name, name, {}
                 return memory
         self.reserved_bytes += nbytes
-        return _Memory(name, nbytes, stream)
+        return Memory(name, nbytes, stream)
 
-    def _free(self, memory: _Memory) -> None:
+    def _free(self, memory: Memory) -> None:
         events = []
         for stream in memory.recorded.values():
             event = self.new_event()
@@ -270,7 +179,7 @@ class SimulatedDevice:
             events.append(event)
         self._cache.append((memory, events))
 
-    def _free_pinned(self, memory: _Memory) -> None:
+    def _free_pinned(self, memory: Memory) -> None:
         for stream, count in memory.reads.items():
             if self.clock.get(stream, 0) < count:
                 self.report(f"{memory.name} is freed while stream {stream} may still read it")
