@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from evenstep import DataPlane
+from evenstep.comm.agreement import agree, dp_ranks_per_host
 from evenstep.comm.communicator import SoloCommunicator
-from evenstep.comm.plane import agree, dp_ranks_per_host
-from evenstep.comm.rounds import OK, Header
+from evenstep.comm.header import OK, Header
 from evenstep.errors import ConfigMismatch, RemoteRankError
 from evenstep.testing import SimulatedWorld, run_ranks
 from evenstep.topology import Topology

@@ -14,18 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenstep.comm.communicator import Communicator, SoloCommunicator
+from evenstep.comm.gather_bytes import gather_bytes
+from evenstep.comm.header import CLOSING, EXHAUSTED, FAILED, OK, Header
 from evenstep.comm.plane import DataPlane
-from evenstep.comm.rounds import (
-    CLOSING,
-    EXHAUSTED,
-    FAILED,
-    OK,
-    Header,
-    Rounds,
-    describe_error,
-    gather_bytes,
-    remote_error,
-)
+from evenstep.comm.remote_errors import describe_error, remote_error
+from evenstep.comm.rounds import Rounds
 from evenstep.errors import RemoteRankError, SampleError
 from evenstep.testing import SimulatedWorld
 

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from evenstep.bench.turns import Turns
 from evenstep.comm.columns import Columns, as_bytes
 from evenstep.comm.communicator import Communicator
-from evenstep.comm.rounds import OK, Header, Rounds
+from evenstep.comm.header import OK, Header
+from evenstep.comm.rounds import Rounds
 from evenstep.samples import SampleMetadata
 
 __all__ = ["measure_gather"]

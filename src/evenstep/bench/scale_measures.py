@@ -12,7 +12,7 @@ import numpy as np
 from evenstep.bench.scale_network import Network
 from evenstep.bench.scale_windows import Algorithm, Planned, Step, Window
 from evenstep.comm.columns import Columns
-from evenstep.comm.rounds import OK, Header
+from evenstep.comm.header import OK, Header
 from evenstep.plan.metrics import imbalance
 
 __all__ = ["ALGORITHMS", "Study"]

@@ -22,8 +22,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from evenstep.bench.machine import as_line, describe_machine
 from evenstep.bench.soak_samples import SEQ_LEN, SoakSamples, digest_of, keep, mix, together
 from evenstep.build import build_loader
+from evenstep.comm.gather_bytes import gather_bytes
 from evenstep.comm.groups import world_communicator
-from evenstep.comm.rounds import gather_bytes
 from evenstep.config import LoaderConfig
 from evenstep.sampling import StepSampler
 from evenstep.testing import run_ranks

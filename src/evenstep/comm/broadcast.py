@@ -34,7 +34,7 @@ from evenstep.comm.batch_tensors import TensorBroadcast
 from evenstep.comm.buffers import BufferPool
 from evenstep.comm.codec import PayloadCodec
 from evenstep.comm.communicator import Communicator
-from evenstep.comm.rounds import describe_error, remote_error
+from evenstep.comm.remote_errors import describe_error, remote_error
 from evenstep.errors import ConfigMismatch, RemoteRankError, WireFormatError
 
 __all__ = ["BatchBroadcast", "Message", "Prepared"]

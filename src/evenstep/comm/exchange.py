@@ -13,7 +13,7 @@ import torch
 
 from evenstep.comm.codec import Codec
 from evenstep.comm.communicator import Communicator
-from evenstep.comm.rounds import describe_error, remote_error
+from evenstep.comm.remote_errors import describe_error, remote_error
 from evenstep.errors import WireFormatError
 
 __all__ = ["CHUNK_BYTES", "Exchange", "Moves", "Pool", "Stamp"]

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import json
-import socket
-import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -14,10 +10,11 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from evenstep.comm.agreement import agree, dp_ranks_per_host
 from evenstep.comm.communicator import Communicator, Launcher, SoloCommunicator
 from evenstep.comm.groups import Groups, check_backend, check_device, create_groups, world_communicator
-from evenstep.comm.rounds import Rounds, gather_bytes
-from evenstep.errors import ConfigMismatch, RemoteRankError
+from evenstep.comm.leaving import leave, leave_gently
+from evenstep.comm.rounds import Rounds
 from evenstep.shown import shown
 from evenstep.topology import Topology
 
@@ -200,114 +197,3 @@ def _no_mesh(mesh: object) -> TypeError:
         f"{shown(mesh)} ({type(mesh).__name__}). Make one with init_device_mesh('cpu', (world_size,), "
         "mesh_dim_names=('dp',))."
     )
-
-
-def leave(rounds: Rounds | None, communicators: Sequence[Communicator], grace: float) -> None:
-    """Tell the other ranks; after ``grace`` seconds without an answer, or then, use the groups no more."""
-
-    def give_up() -> None:
-        for communicator in communicators:
-            communicator.abandon()
-
-    if rounds is not None:
-        alarm = threading.Timer(grace, give_up)
-        alarm.daemon = True
-        alarm.start()
-        try:
-            rounds.leave()
-        finally:
-            alarm.cancel()
-            alarm.join()  # it holds the groups: freed by a thread that outlives the interpreter, they abort it
-    give_up()
-
-
-def leave_gently(rounds: Rounds | None, communicators: Sequence[Communicator], grace: float) -> None:
-    """`leave`, of a plane that was collected: whichever thread that happened in must not wait for other ranks."""
-    if _exiting.is_set() or rounds is None or not rounds.is_open:
-        leave(rounds, communicators, grace)
-        return
-    thread = threading.Thread(
-        target=leave, args=(rounds, communicators, grace), name="evenstep-leave", daemon=True
-    )
-    _leaving.add(thread)
-    thread.start()
-
-
-_exiting = threading.Event()
-_leaving: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-
-
-def _at_exit() -> None:
-    """From here on finalizers wait; and no thread may be inside a collective when the interpreter goes."""
-    _exiting.set()
-    for thread in list(_leaving):
-        thread.join()
-
-
-# Finalizers run in an exit hook that the first of them registers; ours must come before it, so it is registered later.
-weakref.finalize(_exiting, lambda: None)
-atexit.register(_at_exit)
-
-
-def agree(world: Communicator, config: Mapping[str, str], problem: Exception | None) -> list[str]:
-    """Compare what the ranks were told, and fail together.
-
-    Returns:
-        The host name of every rank.
-
-    Args:
-        world: All ranks.
-        config: What must be equal, as text by field.
-        problem: Why this rank cannot go on, or None.
-
-    Raises:
-        ConfigMismatch: A field differs; names the ranks and both values.
-        RemoteRankError: Another rank has a problem.
-        Exception: ``problem`` itself.
-    """
-    told = {
-        "config": dict(config),
-        "problem": None if problem is None else [type(problem).__name__, str(problem)],
-        "host": socket.gethostname(),
-    }
-    everybody = [json.loads(data) for data in gather_bytes(world, json.dumps(told).encode())]
-    if problem is not None:
-        raise problem
-    for rank, other in zip(world.ranks, everybody, strict=True):
-        if other["problem"] is not None:
-            kind, message = other["problem"]
-            raise RemoteRankError(
-                f"rank {rank} could not build its loader: {kind}: {message}",
-                rank=rank,
-                error_type=kind,
-                error_message=message,
-            )
-    first = everybody[0]["config"]
-    for name in sorted({name for other in everybody for name in other["config"]}):
-        values = [other["config"].get(name) for other in everybody]
-        odd = [(rank, v) for rank, v in zip(world.ranks, values, strict=True) if v != first.get(name)]
-        if odd:
-            ranks = [rank for rank, _ in odd]
-            raise ConfigMismatch(
-                f"{name} differs between ranks: rank {world.ranks[0]} has {first.get(name)}, ranks {ranks[:8]} have "
-                f"{odd[0][1]}: their plans and collectives would not fit together. Give every rank the same {name}."
-            )
-
-    return [other["host"] for other in everybody]
-
-
-def dp_ranks_per_host(topology: Topology, hosts: Sequence[str]) -> int:
-    """How many consecutive dp ranks share a host; rank order need not follow hosts, so it is checked."""
-    where = [hosts[rank] for rank in topology.constructors]
-    size = (
-        where.index(next((h for h in where if h != where[0]), where[0]), 1)
-        if len(set(where)) > 1
-        else len(where)
-    )
-    blocks = [set(where[start : start + size]) for start in range(0, len(where), size)]
-    if len(where) % size or any(len(block) > 1 for block in blocks) or len(set(where)) != len(blocks):
-        raise ValueError(
-            "balance_group_size='node' needs the same number of consecutive dp ranks on every host, but the hosts by "
-            f"dp rank are {where[:16]}: groups would reach across hosts. Pass a number."
-        )
-    return size

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from evenstep.comm.communicator import Communicator
-from evenstep.comm.rounds import describe_error, remote_error
+from evenstep.comm.remote_errors import describe_error, remote_error
 from evenstep.errors import ConfigMismatch
 from evenstep.plan import Plan
 

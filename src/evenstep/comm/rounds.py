@@ -12,34 +12,19 @@ its stream, so that the windows of two streams never meet.
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
-import numpy as np
-import torch
-
 from evenstep.comm.communicator import Abandoned, Communicator
-from evenstep.errors import RemoteRankError, SampleError
+from evenstep.comm.gather_bytes import gather_padded
+from evenstep.comm.header import CLOSING, EXHAUSTED, FAILED, Header
+from evenstep.comm.remote_errors import describe_error, remote_error
+from evenstep.errors import RemoteRankError
 
-__all__ = [
-    "CLOSING",
-    "EXHAUSTED",
-    "FAILED",
-    "OK",
-    "Header",
-    "Rounds",
-    "describe_error",
-    "gather_bytes",
-    "remote_error",
-]
-
-OK, EXHAUSTED, FAILED, CLOSING = range(4)
-_MAGIC = 0x6576_656E_7374_6570  # "evenstep"
-_ERROR_BYTES = 4096  # of an error message, so that a monstrous one cannot stop the ranks a second time
+__all__ = ["Owed", "Rounds"]
 
 T = TypeVar("T", covariant=True)
 
@@ -49,86 +34,6 @@ class Owed(Protocol[T]):
 
     def run(self) -> T:
         """Post it and return what came back."""
-
-
-@dataclass(frozen=True, slots=True)
-class Header:
-    """What a rank says at the beginning of a window; every field is an int64 on the wire.
-
-    Attributes:
-        status: OK, EXHAUSTED, FAILED or CLOSING.
-        epoch: Epoch of the window.
-        step: Optimizer step of the window.
-        consumed: Samples of the epoch used before this step.
-        first: First micro-batch of the window inside the step.
-        count: Micro-batches of the window; 0 if only the plan will tell.
-        samples: Samples that this rank read.
-        column_bytes: Size of this rank's metadata columns.
-        schema: Digest of the names and number of those columns.
-        dropped: Samples without tokens that are left out.
-        skipped: Samples that could not be read and are left out under a named option.
-        truncated: Samples that are cut to a row.
-        plan: Digest of the previous window's plan; 0 if there was none.
-        loss_tokens: Loss tokens of this rank's samples; -1 if unknown.
-        error_bytes: Size of the error text that follows; 0 unless FAILED.
-        generation: Which stream this header belongs to; filled in by `Rounds`.
-    """
-
-    status: int
-    epoch: int = 0
-    step: int = 0
-    consumed: int = 0
-    first: int = 0
-    count: int = 0
-    samples: int = 0
-    column_bytes: int = 0
-    schema: int = 0
-    dropped: int = 0
-    skipped: int = 0
-    truncated: int = 0
-    plan: int = 0
-    loss_tokens: int = -1
-    error_bytes: int = 0
-    generation: int = 0
-
-    @property
-    def place(self) -> tuple[int, int, int, int, int]:
-        """Where in the stream the window is: equal on all ranks."""
-        return (self.epoch, self.step, self.consumed, self.first, self.count)
-
-    def pack(self) -> torch.Tensor:
-        """As uint8."""
-        values = [_MAGIC] + [_signed(getattr(self, f.name)) for f in fields(self)]
-        return torch.tensor(values, dtype=torch.int64).view(torch.uint8)
-
-    @classmethod
-    def unpack(cls, row: torch.Tensor, rank: int) -> Header:
-        """From uint8; a row of another program is a RemoteRankError."""
-        values = row.view(torch.int64).tolist()
-        if values[0] != _MAGIC:
-            raise RemoteRankError(
-                f"rank {rank} sent no evenstep header: its program does other collectives here", rank=rank
-            )
-        return cls(*values[1:])
-
-
-def _signed(value: int) -> int:
-    """A digest is unsigned, the wire is int64; equality is all that matters."""
-    return value - (1 << 64) if value >= 1 << 63 else value
-
-
-def gather_bytes(communicator: Communicator, data: bytes) -> list[bytes]:
-    """Every rank's bytes by position: the lengths first, then one padded gather."""
-    size = torch.tensor([len(data)], dtype=torch.int64).view(torch.uint8)
-    sizes = communicator.all_gather(size).view(torch.int64).flatten().tolist()
-    return _gather_padded(communicator, data, sizes)
-
-
-def _gather_padded(communicator: Communicator, data: bytes, sizes: Sequence[int]) -> list[bytes]:
-    row = torch.zeros(max(max(sizes), 1), dtype=torch.uint8)
-    row.numpy()[: len(data)] = np.frombuffer(data, dtype=np.uint8)
-    rows = communicator.all_gather(row).numpy()
-    return [rows[p, :size].tobytes() for p, size in enumerate(sizes)]
 
 
 class Rounds:
@@ -231,7 +136,7 @@ class Rounds:
             rows = self._control.all_gather(header.pack())
             headers = [Header.unpack(row, rank) for row, rank in zip(rows, self._control.ranks, strict=True)]
             if any(h.error_bytes for h in headers):
-                texts = _gather_padded(self._control, text, [h.error_bytes for h in headers])
+                texts = gather_padded(self._control, text, [h.error_bytes for h in headers])
                 if all(h.generation == self._generation for h in headers):
                     raise remote_error(
                         *next((t, r) for t, r in zip(texts, self._control.ranks, strict=True) if t)
@@ -282,45 +187,3 @@ class Rounds:
                     "windows do not belong together. Load the same state on every rank.",
                     rank=rank,
                 )
-
-
-def describe_error(error: BaseException, rank: int) -> bytes:
-    """An error as the others will tell it: where it first happened, in its own words."""
-    sample = None
-    if isinstance(error, SampleError):
-        sample, error = error.sample, error.__cause__ or error
-    told = {"rank": rank, "type": type(error).__name__, "message": str(error), "sample": sample}
-    if isinstance(error, RemoteRankError) and error.error_type:
-        told = {
-            "rank": error.rank,
-            "type": error.error_type,
-            "message": error.error_message,
-            "sample": error.sample,
-        }
-    message = str(told["message"])
-    while len(text := json.dumps(told).encode()) > _ERROR_BYTES:
-        message = message[: len(message) // 2]
-        told["message"] = message + " [...]"
-    return text
-
-
-def remote_error(text: bytes, sender: int = -1) -> RemoteRankError:
-    """What a rank raises that was told of another's error, in ``text``, by the rank ``sender`` if known."""
-    try:
-        told = json.loads(text)
-        told = {key: told[key] for key in ("rank", "type", "message", "sample")}
-    except (ValueError, TypeError, KeyError):
-        return RemoteRankError(
-            f"{'another rank' if sender < 0 else f'rank {sender}'} failed and could not say why; its own error is in "
-            "its output",
-            rank=sender,
-        )
-    where = "" if told["sample"] is None else f" at sample {told['sample']}"
-    return RemoteRankError(
-        f"rank {told['rank']} failed{where}: {told['type']}: {told['message']} (every rank stops here; the traceback "
-        f"is on rank {told['rank']})",
-        rank=told["rank"],
-        error_type=told["type"],
-        error_message=told["message"],
-        sample=told["sample"],
-    )

@@ -10,8 +10,8 @@ import numpy as np
 from torchdata.nodes import BaseNode
 
 from evenstep.comm.columns import Columns, as_bytes
+from evenstep.comm.header import EXHAUSTED, FAILED, OK, Header
 from evenstep.comm.plane import DataPlane
-from evenstep.comm.rounds import EXHAUSTED, FAILED, OK, Header
 from evenstep.errors import ConfigMismatch, RemoteRankError
 from evenstep.nodes.items import Counts, GatheredWindow, Place, Window
 from evenstep.nodes.stage import Stage

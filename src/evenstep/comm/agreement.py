@@ -1,0 +1,78 @@
+"""What all ranks must have been told alike before they talk, and what they learn of each other's hosts."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Mapping, Sequence
+
+from evenstep.comm.communicator import Communicator
+from evenstep.comm.gather_bytes import gather_bytes
+from evenstep.errors import ConfigMismatch, RemoteRankError
+from evenstep.topology import Topology
+
+__all__ = ["agree", "dp_ranks_per_host"]
+
+
+def agree(world: Communicator, config: Mapping[str, str], problem: Exception | None) -> list[str]:
+    """Compare what the ranks were told, and fail together.
+
+    Returns:
+        The host name of every rank.
+
+    Args:
+        world: All ranks.
+        config: What must be equal, as text by field.
+        problem: Why this rank cannot go on, or None.
+
+    Raises:
+        ConfigMismatch: A field differs; names the ranks and both values.
+        RemoteRankError: Another rank has a problem.
+        Exception: ``problem`` itself.
+    """
+    told = {
+        "config": dict(config),
+        "problem": None if problem is None else [type(problem).__name__, str(problem)],
+        "host": socket.gethostname(),
+    }
+    everybody = [json.loads(data) for data in gather_bytes(world, json.dumps(told).encode())]
+    if problem is not None:
+        raise problem
+    for rank, other in zip(world.ranks, everybody, strict=True):
+        if other["problem"] is not None:
+            kind, message = other["problem"]
+            raise RemoteRankError(
+                f"rank {rank} could not build its loader: {kind}: {message}",
+                rank=rank,
+                error_type=kind,
+                error_message=message,
+            )
+    first = everybody[0]["config"]
+    for name in sorted({name for other in everybody for name in other["config"]}):
+        values = [other["config"].get(name) for other in everybody]
+        odd = [(rank, v) for rank, v in zip(world.ranks, values, strict=True) if v != first.get(name)]
+        if odd:
+            ranks = [rank for rank, _ in odd]
+            raise ConfigMismatch(
+                f"{name} differs between ranks: rank {world.ranks[0]} has {first.get(name)}, ranks {ranks[:8]} have "
+                f"{odd[0][1]}: their plans and collectives would not fit together. Give every rank the same {name}."
+            )
+
+    return [other["host"] for other in everybody]
+
+
+def dp_ranks_per_host(topology: Topology, hosts: Sequence[str]) -> int:
+    """How many consecutive dp ranks share a host; rank order need not follow hosts, so it is checked."""
+    where = [hosts[rank] for rank in topology.constructors]
+    size = (
+        where.index(next((h for h in where if h != where[0]), where[0]), 1)
+        if len(set(where)) > 1
+        else len(where)
+    )
+    blocks = [set(where[start : start + size]) for start in range(0, len(where), size)]
+    if len(where) % size or any(len(block) > 1 for block in blocks) or len(set(where)) != len(blocks):
+        raise ValueError(
+            "balance_group_size='node' needs the same number of consecutive dp ranks on every host, but the hosts by "
+            f"dp rank are {where[:16]}: groups would reach across hosts. Pass a number."
+        )
+    return size

@@ -1,0 +1,60 @@
+"""How a rank leaves a data plane: the others are told, nobody waits for ever, and no thread is left in a collective."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import weakref
+from collections.abc import Sequence
+
+from evenstep.comm.communicator import Communicator
+from evenstep.comm.rounds import Rounds
+
+__all__ = ["leave", "leave_gently"]
+
+
+def leave(rounds: Rounds | None, communicators: Sequence[Communicator], grace: float) -> None:
+    """Tell the other ranks; after ``grace`` seconds without an answer, or then, use the groups no more."""
+
+    def give_up() -> None:
+        for communicator in communicators:
+            communicator.abandon()
+
+    if rounds is not None:
+        alarm = threading.Timer(grace, give_up)
+        alarm.daemon = True
+        alarm.start()
+        try:
+            rounds.leave()
+        finally:
+            alarm.cancel()
+            alarm.join()  # it holds the groups: freed by a thread that outlives the interpreter, they abort it
+    give_up()
+
+
+def leave_gently(rounds: Rounds | None, communicators: Sequence[Communicator], grace: float) -> None:
+    """`leave`, of a plane that was collected: whichever thread that happened in must not wait for other ranks."""
+    if _exiting.is_set() or rounds is None or not rounds.is_open:
+        leave(rounds, communicators, grace)
+        return
+    thread = threading.Thread(
+        target=leave, args=(rounds, communicators, grace), name="evenstep-leave", daemon=True
+    )
+    _leaving.add(thread)
+    thread.start()
+
+
+_exiting = threading.Event()
+_leaving: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+def _at_exit() -> None:
+    """From here on finalizers wait; and no thread may be inside a collective when the interpreter goes."""
+    _exiting.set()
+    for thread in list(_leaving):
+        thread.join()
+
+
+# Finalizers run in an exit hook that the first of them registers; ours must come before it, so it is registered later.
+weakref.finalize(_exiting, lambda: None)
+atexit.register(_at_exit)
