@@ -92,8 +92,6 @@ def _keep(problem: Problem, best: str | None, gain: float, min_gain: float) -> s
         return None
     if problem.broken_row(problem.reference) is not None:
         return None
-    if best is None:
-        return "The reference layout was kept: no algorithm found a layout that obeys the hard limits."
     if gain > min_gain:
         return None
     if gain <= 0:

@@ -8,6 +8,7 @@ from functools import partial
 
 import numpy as np
 
+from evenstep.plan.completion import complete_rows
 from evenstep.plan.differencing import differencing, suits
 from evenstep.plan.exact import MOST_SAMPLES, exact
 from evenstep.plan.grouping import group_like_costs
@@ -68,18 +69,15 @@ def run_portfolio(
             found["differencing"] = min(polish(problem, row, 0), row, key=problem.makespans)
     if algorithm in ("auto", "refine"):
         if holders is not None:
-            refined = stay_home(
-                problem, order, holders, value, found.get("levels"), hard, thorough=algorithm == "refine"
-            )
-            if isinstance(refined, str):
-                failed["refine"] = refined
-            else:
-                found["refine"] = refined
+            if "levels" in found:
+                thorough = algorithm == "refine"
+                found["refine"] = stay_home(
+                    problem, order, holders, value, found["levels"], hard, thorough=thorough
+                )
         elif algorithm == "refine":
             failed["refine"] = "there is no reference layout to refine"
     if algorithm == "refine":
         found.pop("levels", None)
-        failed.pop("levels", None)
     return found, failed
 
 
@@ -100,10 +98,16 @@ def _levels(problem: Problem, order: Int) -> tuple[int, Int | str]:
 
 
 def _packed(problem: Problem, assign: Callable[[Int], object]) -> Int | str:
-    """A layout by ``assign``, or by the packers that look at tokens first where it found no room; or why not."""
+    """A layout by ``assign``, or by the packers that look at tokens first where it found no room; or why not.
+
+    The reference layout may be a packing that no greedy rule finds; only without one rows are searched for.
+    """
     row: Int | str = ""
-    fallbacks = [partial(pack, problem) for pack in (_even_tokens, _token_first, _fullest_first)]
-    attempts: list[Callable[[Int], object]] = [assign, *fallbacks]
+    packers = [_even_tokens, _token_first, _fullest_first]
+    if problem.reference is not None and problem.broken_row(problem.reference) is None:
+        packers.append(_as_before)
+    attempts: list[Callable[[Int], object]] = [assign]
+    attempts += [partial(pack, problem) for pack in (*packers, _complete)]
     for attempt in attempts:
         row = repaired(problem, attempt)
         if not isinstance(row, str):
@@ -128,3 +132,15 @@ def _fullest_first(problem: Problem, row: Int) -> None:
         packed = fullest_rows(problem.weights[0], int(problem.limits[0]), problem.num_rows)
     if packed is not None:
         row[:] = packed
+
+
+def _as_before(problem: Problem, row: Int) -> None:
+    assert problem.reference is not None
+    row[:] = problem.reference
+
+
+def _complete(problem: Problem, row: Int) -> None:
+    if len(problem.limits) == 1:
+        packed = complete_rows(problem.weights[0], int(problem.limits[0]), problem.num_rows)
+        if packed is not None:
+            row[:] = packed

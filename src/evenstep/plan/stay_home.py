@@ -11,7 +11,7 @@ from evenstep.plan.matching import match_holders
 from evenstep.plan.polish import polish_at_home
 from evenstep.plan.problem import Int, Problem
 from evenstep.plan.refine import refine
-from evenstep.plan.repair import fill_empty_rows, repaired
+from evenstep.plan.repair import repaired
 
 __all__ = ["stay_home"]
 
@@ -24,36 +24,28 @@ _WORTH = 0.2  # a sample leaves its rank where that evens out more than this sha
 
 
 def stay_home(
-    problem: Problem, order: Int, holders: Int, value: Int, best: Int | None, hard: int, *, thorough: bool
-) -> Int | str:
-    """A feasible layout near the makespans of ``best`` that moves little, or why there is none.
+    problem: Problem, order: Int, holders: Int, value: Int, best: Int, hard: int, *, thorough: bool
+) -> Int:
+    """A feasible layout near the makespans of ``best`` that moves little.
 
     Args:
         problem: The window.
         order: Sample positions, the costliest first.
         holders: Dp rank that holds each sample, int64 ``[n]``.
         value: What staying is worth, int64 ``[n]``: payload bytes or tokens.
-        best: Row of each sample in the best plan found, int64 ``[n]``, or None.
+        best: Row of each sample in the best plan found, int64 ``[n]``.
         hard: Groups of that plan whose cost a giant sets; they come first.
         thorough: Whether to try again where the first try moves much, although the window is large.
     """
     price = value.astype(np.float64) * (_WORTH * float(problem.work.sum()) / max(float(value.sum()), 1.0))
-    if best is None:
-        if problem.reference is None or problem.broken_row(problem.reference) is not None:
-            return "no layout to start from"
-        row = problem.reference.copy()
-        fill_empty_rows(problem, row)
-        return polish_at_home(problem, row, 0, holders, price)
     makespan = np.sort(problem.loads(best).sum(axis=2).max(axis=1))[::-1]
     enough, few = int(makespan.sum()) * _CLOSE, int(value.sum()) * _FEW
-    failure, tries = "", []
+    tries = []
     for slack, beyond in _TRIES if thorough or problem.slots <= _FEW_SLOTS else _TRIES[:1]:
         level = makespan + makespan // slack
         extra = int(level.min()) // beyond if beyond else 0
-        layout = repaired(problem, partial(np.copyto, src=refine(problem, order, holders, level, extra)))
-        if isinstance(layout, str):
-            failure = layout
-            continue
+        start = repaired(problem, partial(np.copyto, src=refine(problem, order, holders, level, extra)))
+        layout = best if isinstance(start, str) else start
         for _ in range(2):
             layout = match_holders(problem, layout, holders, value)
             layout = polish_at_home(problem, layout, hard, holders, price)
@@ -62,4 +54,4 @@ def stay_home(
         tries.append(((max(length, enough), leaves), layout))
         if length <= enough and leaves <= few:
             break
-    return min(tries, key=itemgetter(0))[1] if tries else failure
+    return min(tries, key=itemgetter(0))[1]

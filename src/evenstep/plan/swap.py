@@ -47,7 +47,9 @@ class SwapTable:
     ) -> None:
         self.problem = problem
         self.home: Int | None = None if holders is None else np.append(holders, -1)
-        self.price: npt.NDArray[np.float32] = np.append(0.0 if price is None else price, 0.0).astype(np.float32)
+        self.price: npt.NDArray[np.float32] = np.append(0.0 if price is None else price, 0.0).astype(
+            np.float32
+        )
         self.row: Int = np.append(row, 0)
         self.costs: Int = _with_nobody(problem.costs)
         self.weights: Int = _with_nobody(problem.weights)
