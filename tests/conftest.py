@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import torch
 from hypothesis import HealthCheck, settings
@@ -16,3 +17,6 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.enviro
 
 # Tests that run side by side, and ranks that are threads, would only fight for the cores.
 torch.set_num_threads(1)
+
+# A shell has jobs in the background ignore Ctrl-C, and their children inherit that: tests of interrupts would wait.
+signal.signal(signal.SIGINT, signal.default_int_handler)
