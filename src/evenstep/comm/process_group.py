@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import threading
 import time
 from collections import Counter, deque
@@ -17,15 +16,12 @@ import torch
 import torch.distributed as dist
 
 from evenstep.comm.communicator import Abandoned, Launcher, launch_here
+from evenstep.comm.goodbye import Goodbye
 from evenstep.errors import RemoteRankError
 
 __all__ = ["ProcessGroupCommunicator"]
 
 POLL = timedelta(milliseconds=200)  # how soon a waiting thread hears that its rank shuts down
-_GOODBYE = "evenstep/left"  # key in the group's store
-_GOODBYE_POLL = (
-    1.0  # seconds until a waiting thread first looks whether a rank has left; then twice as long each time
-)
 _DEVICE_POLL = 0.0005  # seconds between two looks at a collective that an accelerator runs
 _IN_FLIGHT = (
     4  # broadcasts of one batch: gloo has two threads to a group, and each should find the next waiting
@@ -80,8 +76,7 @@ class ProcessGroupCommunicator:
         self._failure: Exception | None = None
         self._in_flight: deque[tuple[Any, list[torch.Tensor]]] = deque()  # work, and what it reads or writes
         self._finished = 0
-        self._looking: threading.Thread | None = None
-        self._goodbyes: list[bytes] = []
+        self._goodbye = Goodbye(group)
 
     def all_gather(self, row: torch.Tensor) -> torch.Tensor:
         """See `Communicator.all_gather`."""
@@ -153,12 +148,10 @@ class ProcessGroupCommunicator:
     def say_goodbye(self) -> None:
         """Have those who will wait for this rank's next collective here hear that it does not come; posts nothing.
 
-        It is a note in the group's store: a collective that nobody answers would stay behind for ever.
+        See `Goodbye`.
         """
         if self._failure is None or isinstance(self._failure, Abandoned):  # else another rank was the first
-            told = json.dumps([self._finished, self.ranks[self.position]])
-            with suppress(Exception):  # without a store they wait until the timeout
-                _store_of(self._group).set(_GOODBYE, told)
+            self._goodbye.say(self._finished, self.ranks[self.position])
 
     def abandon(self) -> None:
         """See `Communicator.abandon`."""
@@ -200,18 +193,14 @@ class ProcessGroupCommunicator:
     def _wait(self, work: Any, *, may_leave: bool) -> None:
         """Wait for ``work``, and for a goodbye where no header says who leaves (``may_leave``)."""
         deadline = time.monotonic() + self._timeout.total_seconds()
-        pause = _GOODBYE_POLL
-        look = time.monotonic() + pause
+        ear = self._goodbye.listen() if may_leave else None
         while not work.is_completed():
             if self._leaving.is_set():
                 raise self._left()
             if time.monotonic() > deadline:
                 raise self._late()
-            if may_leave and time.monotonic() > look:
-                self._look_for_goodbye()  # what it finds is heeded in the next turns
-                pause *= 2
-                look = time.monotonic() + pause
-            self._heed_goodbye()
+            if ear is not None:
+                self._heed(ear.heard())
             if self.device.type != "cpu":
                 time.sleep(_DEVICE_POLL)  # a timed wait of NCCL that runs out aborts the group
                 continue
@@ -220,19 +209,10 @@ class ProcessGroupCommunicator:
                 work.wait(POLL)
         work.wait()
 
-    def _look_for_goodbye(self) -> None:
-        """In a thread: the store of a rank that hangs does not answer, and this wait has an end of its own."""
-        if self._looking is None or not self._looking.is_alive():
-            args = (self._group, self._goodbyes)
-            self._looking = threading.Thread(
-                target=_read_goodbye, args=args, name="evenstep-look", daemon=True
-            )
-            self._looking.start()
-
-    def _heed_goodbye(self) -> None:
-        if not self._goodbyes:
+    def _heed(self, note: tuple[int, int] | None) -> None:
+        if note is None:
             return
-        finished, rank = json.loads(self._goodbyes.pop())
+        finished, rank = note
         if sum(self.calls.values()) > finished and rank != self.ranks[self.position]:
             raise RemoteRankError(
                 f"rank {rank} left the loader before the end of the epoch (a break, close() or an exit); the ranks "
@@ -273,15 +253,3 @@ class ProcessGroupCommunicator:
             error_type=type(error).__name__,
             error_message=detail,
         )
-
-
-def _store_of(group: dist.ProcessGroup) -> Any:
-    """The group's own part of the store; not kept, since on rank 0 it holds the port of the whole world."""
-    return dist.distributed_c10d._get_process_group_store(group)
-
-
-def _read_goodbye(group: dist.ProcessGroup, found: list[bytes]) -> None:
-    with suppress(Exception):  # the store is gone with its process, and then so is a connection
-        store = _store_of(group)
-        if store.check([_GOODBYE]):
-            found.append(store.get(_GOODBYE))
