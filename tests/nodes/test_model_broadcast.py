@@ -1,3 +1,5 @@
+"""All ranks of a replica get what its constructor made, in lockstep, and hear of its end and of its errors."""
+
 from __future__ import annotations
 
 import threading
@@ -5,22 +7,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 from torchdata.nodes import BaseNode
 
 from evenstep.comm.batch_spec import BatchSpec, TensorSpec
 from evenstep.comm.communicator import Communicator, SoloCommunicator
-from evenstep.comm.plane import DataPlane
 from evenstep.comm.simulated import SimulatedGroup
 from evenstep.cursor import Cursor
 from evenstep.errors import RemoteRankError
 from evenstep.nodes.model_broadcast import ModelBroadcast
 from evenstep.samples import BatchInfo
-from evenstep.testing import assert_node_conforms, run_ranks
-from evenstep.topology import Topology
+from evenstep.testing import assert_node_conforms
 
 Result = tuple[Any, dict[str, Any]]
 
@@ -260,50 +258,6 @@ def test_a_replica_of_one_passes_batches_through() -> None:
     assert next(node)["input_ids"][0, 0] == 100
 
 
-MESHES: list[tuple[tuple[str, ...], tuple[int, ...]]] = [
-    (("dp", "tp"), (2, 2)),
-    (("tp", "dp"), (2, 2)),
-    (("dp_replicate", "dp_shard", "cp", "tp"), (2, 1, 2, 2)),
-    (("pp", "dp", "tp"), (2, 2, 2)),
-    (("tp", "pp", "dp"), (2, 2, 2)),
-]
-
-
-@pytest.mark.parametrize(("names", "shape"), MESHES)
-def test_on_every_mesh_each_replica_gets_the_batches_of_its_constructor(
-    names: tuple[str, ...], shape: tuple[int, ...]
-) -> None:
-    world = int(np.prod(shape))
-    mesh = np.arange(world).reshape(shape)
-    replicas = Topology.from_mesh(mesh, names, rank=0).replicas
-    groups = {ranks: SimulatedGroup(ranks, timeout=20) for ranks in replicas}
-    got: dict[int, list[int]] = {}
-
-    class Mine(Source):
-        def next(self) -> Any:
-            super().next()
-            return {"from": torch.tensor([threading.get_ident() % 1000])}
-
-    def run(rank: int, group: SimulatedGroup) -> None:
-        topology = Topology.from_mesh(mesh, names, rank=rank)
-        plane = Plane(group.communicator(rank), topology.is_constructor)
-        node = ModelBroadcast(Mine(may_pull=topology.is_constructor), plane)
-        got[rank] = [batch["from"].item() for batch in node]
-
-    threads = [
-        threading.Thread(target=run, args=(rank, group), daemon=True)
-        for ranks, group in groups.items()
-        for rank in ranks
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    assert sorted(got) == list(range(world))
-    for ranks in replicas:
-        assert all(got[rank] == got[ranks[0]] and len(got[rank]) == 3 for rank in ranks)
-
-
 def test_it_conforms_on_every_rank_at_once() -> None:
     group = SimulatedGroup((0, 1), timeout=20)
     failed: list[BaseException] = []
@@ -328,58 +282,3 @@ def test_it_conforms_on_every_rank_at_once() -> None:
     for thread in threads:
         thread.join(30)
     assert failed == []
-
-
-class Large(Source):
-    """Small and large, strided and empty tensors, which tell who made them."""
-
-    def __init__(self, rank: int, may_pull: bool) -> None:
-        super().__init__(may_pull=may_pull)
-        self.rank = rank
-
-    def next(self) -> Any:
-        position = super().next()["info"].step
-        return {
-            "small": torch.full((3 + position, 2), self.rank, dtype=torch.int16).T,
-            "large": torch.arange(1 << 19) + self.rank,
-            "none": torch.empty(0, 4, dtype=torch.bfloat16),
-            "text": f"{self.rank}.{position}",
-            "raw": np.arange(position),
-        }
-
-
-def over_gloo(rank: int) -> list[Any]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))
-    plane = DataPlane.from_mesh(mesh)
-    node = ModelBroadcast(Large(rank, plane.is_constructor), plane)
-    seen: list[Any] = []
-    for _ in range(2):
-        node.reset()
-        kept = list(node)
-        for batch in kept:
-            small, large = batch["small"], batch["large"]
-            seen.append(
-                (
-                    batch["text"],
-                    small.shape,
-                    small.dtype,
-                    small.unique().tolist(),
-                    int((large - rank % 2).sum()),
-                )
-            )
-            assert batch["none"].shape == (0, 4)
-            assert batch["raw"].dtype == np.int64
-    plane.close()
-    return seen
-
-
-@pytest.mark.gloo
-def test_the_same_over_gloo() -> None:
-    results = run_ranks(over_gloo, 4)
-    total = sum(range(1 << 19))
-    for rank, seen in enumerate(results):
-        constructor = rank % 2
-        assert seen == 2 * [
-            (f"{constructor}.{i}", torch.Size([2, 3 + i]), torch.int16, [constructor], total)
-            for i in range(3)
-        ]

@@ -137,9 +137,8 @@ class _CalledProducer(Producer):
                 brought = self.desk.waiting
                 if brought is None:
                     left = deadline - time.monotonic()
-                    in_time = (
-                        not wait and self._queue
-                    )  # a later pass will do: the loop has better to do than wait
+                    # A later pass will do: the loop has better to do than wait.
+                    in_time = not wait and self._queue
                     if left <= 0 or in_time or not self._at_work():
                         return
                     self._changed.wait(left)
