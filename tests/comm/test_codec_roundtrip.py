@@ -243,6 +243,29 @@ def test_every_tensor_dtype(dtype: torch.dtype, shape: list[int]) -> None:
         assert same(sent, got)
 
 
+SAME_TAILS = {
+    "rows": [torch.randn(n, 3) for n in (2, 0, 5)],
+    "transposed": [torch.randn(3, n).T for n in (2, 0, 5)],
+    "expanded": [torch.randn(3).expand(n, 3) for n in (2, 1, 5)],
+    "channels last": [torch.randn(3, 4, 5), torch.randn(3, 5, 4).permute(0, 2, 1)],
+    "conjugated": [torch.randn(n, 3, dtype=torch.complex64).conj() for n in (2, 4)],
+    "negated": [torch.randn(n, 3, dtype=torch.complex64).conj().imag for n in (2, 4)],
+    "with gradients": [torch.randn(n, 3, requires_grad=True) for n in (2, 4)],
+    "nothing in them": [torch.randn(n, 0, 3) for n in (2, 4)],
+    "of a rare dtype": [torch.ones(n, 3).to(torch.uint16) for n in (2, 4)],
+    "one like no other": [torch.randn(2, 3), torch.randn(3, 2)],
+}
+
+
+@pytest.mark.parametrize("name", SAME_TAILS)
+def test_tensors_that_differ_in_their_first_dimension_at_most(name: str) -> None:
+    sent = SAME_TAILS[name]
+    for tensor, got in zip(sent, codec.decode(encode(sent), len(sent)), strict=True):
+        assert same(tensor, got)
+        assert got.is_contiguous()
+        assert not got.requires_grad
+
+
 def test_keys_keep_their_type_and_order() -> None:
     key = float("nan")
     sample = {"b": 1, "a": 2, 1: 3, None: 4, 2.5: 5, b"k": 6, -0.0: 7, 1 << 80: 8, key: 9}

@@ -46,6 +46,7 @@ SAMPLES: list[Any] = [
     {
         "ids": torch.arange(n),
         "image": torch.ones(2, n),
+        "rows": torch.ones(n, 4),
         "text": "é" * n,
         "more": [n, None, 2.5, True, b"x", 1 << 70],
     }
