@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,29 +17,35 @@ from evenstep.packing import collate_rows, pack_vision, vision_metadata
 from evenstep.testing import SimulatedWorld, assert_same
 
 PATCH = 4
-matplotlib = pytest.importorskip("matplotlib")
-pytest.importorskip("PIL")
+Picture = np.ndarray[Any, Any]
+"""RGB in [0, 1], float [height, width, 3]."""
 
 
-def pictures() -> list[np.ndarray[Any, Any]]:
-    """RGB in [0, 1], float32 [height, width, 3]."""
-    import matplotlib.image
+def drawings() -> list[Picture]:
+    """The icons and samples of matplotlib."""
+    matplotlib: Any = pytest.importorskip("matplotlib")
+    pytest.importorskip("PIL")
+    image: Any = import_module("matplotlib.image")
+    paths = sorted((Path(matplotlib.get_data_path()) / "images").glob("*.png"))
+    return [image.imread(path)[..., :3] for path in paths]
 
-    folder = Path(matplotlib.get_data_path()) / "images"
-    found = [matplotlib.image.imread(path)[..., :3] for path in sorted(folder.glob("*.png"))]
-    if find_spec("sklearn") is not None:
-        datasets: Any = import_module("sklearn.datasets")
-        found += [image[::8, ::8] / 255 for image in datasets.load_sample_images().images]
-    return found
+
+def photographs() -> list[Picture]:
+    """Crops of a temple and a flower, which scikit-learn brings along."""
+    datasets: Any = pytest.importorskip("sklearn.datasets")
+    pytest.importorskip("PIL")
+    whole = [image[::4, ::4] / 255 for image in datasets.load_sample_images().images]
+    assert [image.shape for image in whole] == [(107, 160, 3)] * 2
+    return [image[10 * k :, : 160 - 20 * k] for k in range(6) for image in whole]
 
 
 class Captioned:
     """A picture and a caption of as many tokens as it has merged patches, and some more."""
 
-    def __init__(self) -> None:
-        self.samples = [self._sample(k, picture) for k, picture in enumerate(pictures())]
+    def __init__(self, pictures: list[Picture]) -> None:
+        self.samples = [self._sample(k, picture) for k, picture in enumerate(pictures)]
 
-    def _sample(self, number: int, picture: np.ndarray[Any, Any]) -> dict[str, Any]:
+    def _sample(self, number: int, picture: Picture) -> dict[str, Any]:
         side = 2 * PATCH  # two patches a side are merged into one token
         rows, columns = picture.shape[0] // side * 2, picture.shape[1] // side * 2
         pixels = torch.from_numpy(
@@ -61,8 +67,7 @@ class Captioned:
         return self.samples[index]
 
 
-def train(plane: DataPlane, graph: str) -> list[Any]:
-    dataset = Captioned()
+def train(plane: DataPlane, dataset: Captioned, graph: str) -> list[Any]:
     config = LoaderConfig(seq_len=2048, micro_batch_size=1, budgets={"patches": 4096.0}, num_workers=1)
     sampler = StepSampler(len(dataset), global_batch_size=4, order="sequential")
     facts = [vision_metadata(dataset[k]) for k in range(len(dataset))]
@@ -85,11 +90,12 @@ def train(plane: DataPlane, graph: str) -> list[Any]:
         return list(loader)
 
 
-def test_pictures_arrive_whole_through_every_way_in() -> None:
-    dataset, world = Captioned(), SimulatedWorld(2)
+@pytest.mark.parametrize("pictures", [drawings, photographs])
+def test_pictures_arrive_whole_through_every_way_in(pictures: Callable[[], list[Picture]]) -> None:
+    dataset, world = Captioned(pictures()), SimulatedWorld(2)
     assert len(dataset) >= 12
     expected = sorted(float(dataset[k]["pixel_values"].double().sum()) for k in range(len(dataset)))
-    results = {graph: world.run(train, graph) for graph in ("online", "metadata", "external")}
+    results = {graph: world.run(train, dataset, graph) for graph in ("online", "metadata", "external")}
     for graph, ranks in results.items():
         grids = [batch["image_grid_thw"] for batches in ranks for batch in batches]
         sums = []
