@@ -89,6 +89,22 @@ def test_a_global_batch_that_the_mesh_does_not_divide_is_refused_on_every_rank()
         ({"dataset": []}, ValueError, "the dataset is empty: there is nothing to train on"),
         ({"dataset": None}, ValueError, "dataset=None, but rank 0 reads samples; pass the dataset here"),
         ({"pack": 3}, TypeError, "pack is 3, expected a function"),
+        ({"metadata_fn": 3}, TypeError, "metadata_fn is 3, expected a function of a sample"),
+        ({"on_balance": "log"}, TypeError, "on_balance is 'log', expected a function of a Balance"),
+        ({"batch_spec": {}}, TypeError, "batch_spec is {}, expected a BatchSpec"),
+        ({"allow_changed_dataset": 1}, TypeError, "allow_changed_dataset is 1, expected a bool"),
+        (
+            {"explode": list, "metadata": [8] * 200},
+            ValueError,
+            "explode with repack=True needs the documents of each sample before planning, which metadata does not give: "
+            "choose repack=False to keep the rows whole, or leave metadata out",
+        ),
+        (
+            {"sampler": None, "metadata": [8] * 200},
+            ValueError,
+            "metadata describes the samples of a dataset by index, which a rank-local stream of steps does not tell the "
+            "other ranks: pass a sampler over the whole dataset, or leave metadata out",
+        ),
         (
             {"metadata": [1.5] * 200},
             TypeError,

@@ -124,11 +124,12 @@ def test_another_version() -> None:
         Cursor.from_dict({**Cursor().to_dict(), "version": 2, "a_key_of_tomorrow": 1})
 
 
-def test_missing_and_unknown_keys() -> None:
+@pytest.mark.parametrize("name", ["epoch", "version"])
+def test_missing_and_unknown_keys(name: str) -> None:
     state: dict[str, Any] = {**Cursor().to_dict(), "rank": 3}
-    del state["epoch"]
+    del state[name]
     message = (
-        "this is not an evenstep cursor: missing keys ['epoch'], unknown keys ['rank']; pass what "
+        f"this is not an evenstep cursor: missing keys ['{name}'], unknown keys ['rank']; pass what "
         "loader.state_dict() returned"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):

@@ -61,6 +61,37 @@ class _Endless(tn.BaseNode[int]):
         super().__init__()  # type: ignore[no-untyped-call]  # torchdata leaves it without annotations
 
 
+class _Letters(tn.BaseNode[str]):
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torchdata leaves it without annotations
+        self._given = 0
+
+    def reset(self, initial_state: dict[str, Any] | None = None) -> None:
+        super().reset(initial_state)
+        self._given = 0
+
+    def next(self) -> str:
+        if self._given == len(self):
+            raise StopIteration
+        self._given += 1
+        return "abc"[self._given - 1]
+
+    def get_state(self) -> dict[str, Any]:
+        return {"given": self._given}
+
+    def __len__(self) -> int:
+        return 3
+
+
+def test_a_foreign_source_knows_its_length_and_nothing_of_balance() -> None:
+    loader = Loader(tn.Prefetcher(_Letters(), prefetch_factor=1))
+    assert len(loader) == 3
+    assert list(loader) == ["a", "b", "c"]
+    assert loader.last_balance is None
+    assert loader.last_host_batch is None
+    assert loader.sampler is None
+
+
 def test_it_is_its_own_iterator() -> None:
     loader = loader_of()
     assert iter(loader) is loader

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -117,6 +118,32 @@ def test_oversized_and_crowded_rows_go_the_long_way() -> None:
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         fused_pack([[sample, sample]], 8)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        [MappingProxyType({"input_ids": torch.arange(3)})],
+        [{"input_ids": torch.arange(3)[None]}],
+        [{"input_ids": torch.arange(3.0)}],
+        [{"labels": torch.arange(3)}],
+        [{"input_ids": torch.arange(3), "labels": torch.arange(2)}],
+        [{"input_ids": torch.arange(3), "labels": torch.arange(3.0)}],
+        [{"input_ids": torch.arange(3), "loss_weights": torch.ones(3)}],
+        [{"input_ids": torch.arange(3), "labels": torch.arange(3), "name": "a"}],
+    ],
+)
+@pytest.mark.parametrize("seq_len", [4, 0])
+def test_what_the_one_pass_cannot_read_ends_as_in_two(row: list[Any], seq_len: int) -> None:
+    one_pass = fused(pack_text, collate_rows)
+    assert one_pass is not None
+    try:
+        expected: Any = collate_rows([pack_text(row, seq_len)])
+    except (ValueError, TypeError) as error:
+        with pytest.raises(type(error), match=f"^{re.escape(str(error))}$"):
+            one_pass([row], seq_len)
+    else:
+        assert_same(one_pass([row], seq_len), expected)
 
 
 def test_a_users_function_has_no_one_pass_form() -> None:
