@@ -91,6 +91,20 @@ def failing_dataset(rank: int) -> tuple[int, str]:
     return run_out(build(Documents(13, raise_disk)))
 
 
+def chain_of_a_failing_dataset(rank: int) -> tuple[int, str]:
+    kinds: list[str] = []
+    try:
+        with build(Documents(13, raise_disk)) as loader:
+            for _ in loader:
+                pass
+    except Exception as error:
+        link: BaseException | None = error
+        while link is not None:
+            kinds.append(type(link).__name__)
+            link = link.__cause__
+    return 0, " from ".join(kinds)
+
+
 def failing_last_window(rank: int) -> tuple[int, str]:
     return run_out(build(Documents(len(LENGTHS) - 1, raise_disk)))
 
@@ -310,6 +324,11 @@ def same(function: Callable[..., tuple[int, str]], count: range | int, text: str
 SOME = range(1, 2 * STEPS + 1)  # whatever was under way when the other left
 SURVIVED = {
     "failing dataset": same(failing_dataset, 6, told_of(" at sample 13", 1, "OSError: disk on fire")),
+    "chain of a failing dataset": Scenario(
+        chain_of_a_failing_dataset,
+        (0, "RemoteRankError"),
+        (0, "RemoteRankError from SampleError from OSError"),
+    ),
     "failing last window": same(
         failing_last_window, 10, told_of(" at sample 23", 1, "OSError: disk on fire")
     ),
