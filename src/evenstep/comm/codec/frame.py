@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 import zlib
 from collections.abc import Callable, Sequence
 
@@ -46,42 +45,39 @@ class Writer:
     """
 
     def __init__(self) -> None:
-        self._ints: list[Ints] = []
+        self._ints: list[bytes] = []
         self._raws: list[tuple[int, Callable[[Tensor, Bytes], None]]] = []
 
     def ints(self, column: npt.ArrayLike) -> None:
         """Append one column of int64."""
-        self._ints.append(np.asarray(column, dtype=_INTS))
+        self._ints.append(np.asarray(column, dtype=_INTS).tobytes())
 
     def raw(self, nbytes: int, fill: Callable[[Tensor, Bytes], None]) -> None:
         """Append a field column; ``fill`` gets its ``nbytes`` bytes as a tensor and as an array."""
         self._raws.append((nbytes, fill))
 
-    def write(self, out: Tensor, index: Ints, structures: Sequence[bytes], counts: Sequence[int]) -> None:
+    def write(
+        self, out: Tensor, index: Sequence[int], structures: Sequence[bytes], counts: Sequence[int]
+    ) -> None:
         """Write the segment into ``out`` (uint8 ``[segment_bytes]``)."""
         out = _aligned_view(out, "out")
         flat: Bytes = out.numpy()
-        head = PREAMBLE.size + align(INDEX.itemsize * len(index))
-        ints_at = head + sum(entry_bytes(len(text)) for text in structures)
-        ints = np.concatenate([*self._ints, np.empty(0, _INTS)])
-        control = ints_at + ints.nbytes
-        end = align(control) + sum(align(nbytes) for nbytes, _ in self._raws)
+        # The control part is small: joined as bytes, it costs less than array operations on its pieces.
+        parts = [_padded(np.array(index, INDEX).tobytes(), align(INDEX.itemsize * len(index)))]
+        for text, count in zip(structures, counts, strict=True):
+            parts.append(_padded(ENTRY.pack(count, len(text)) + text, entry_bytes(len(text))))
+        ints_at = PREAMBLE.size + sum(map(len, parts))
+        control = b"".join([*parts, *self._ints])
+        at = PREAMBLE.size + len(control)
+        end = align(at) + sum(align(nbytes) for nbytes, _ in self._raws)
         if end > len(flat):
             raise ValueError(
                 f"the segment needs {end} bytes but out has {len(flat)}: a sample was changed after it was "
                 "measured; measure it again, or do not change samples that the loader still holds"
             )
-        flat[:ints_at] = 0
-        flat[PREAMBLE.size : PREAMBLE.size + index.size * INDEX.itemsize].view(INDEX)[:] = index
-        at = head
-        for text, count in zip(structures, counts, strict=True):
-            ENTRY.pack_into(flat.data, at, count, len(text))
-            flat[at + ENTRY.size : at + ENTRY.size + len(text)] = np.frombuffer(text, np.uint8)
-            at += entry_bytes(len(text))
-        flat[ints_at:control].view(_INTS)[:] = ints
-        PREAMBLE.pack_into(flat.data, 0, MAGIC, len(flat), len(index), len(structures), ints_at, len(ints), 0)
-        struct.pack_into("<I", flat.data, _CRC_AT, zlib.crc32(flat[:control].data))
-        at = control
+        facts = (MAGIC, len(flat), len(index), len(structures), ints_at, (at - ints_at) // _INTS.itemsize)
+        crc = zlib.crc32(control, zlib.crc32(PREAMBLE.pack(*facts, 0)))
+        flat.data[:at] = PREAMBLE.pack(*facts, crc) + control
         for nbytes, fill in self._raws:
             start = align(at)
             flat[at:start] = 0
@@ -89,6 +85,10 @@ class Writer:
             if nbytes:
                 fill(out[start:at], flat[start:at])
         flat[at:] = 0
+
+
+def _padded(data: bytes, size: int) -> bytes:
+    return data.ljust(size, b"\0")
 
 
 class Reader:
@@ -124,8 +124,9 @@ class Reader:
             raise WireFormatError(
                 f"segment of {size} bytes says {groups} structures and {ints} integers at byte {ints_at}"
             )
-        zeroed = zlib.crc32(b"\0\0\0\0", zlib.crc32(self.array[:_CRC_AT].data))
-        if zlib.crc32(self.array[_CRC_AT + 4 : control].data, zeroed) != crc:
+        data = self.array.data
+        zeroed = zlib.crc32(b"\0\0\0\0", zlib.crc32(data[:_CRC_AT]))
+        if zlib.crc32(data[_CRC_AT + 4 : control], zeroed) != crc:
             raise WireFormatError("checksum of the segment's control part does not match; it was corrupted")
         self._groups = int(groups)
         self._count = count
@@ -152,7 +153,9 @@ class Reader:
             at += entry_bytes(int(length))
         if len(index) and int(index.max()) >= self._groups:
             raise WireFormatError(f"a sample has structure {int(index.max())} of {self._groups}")
-        if [count for _, count in found] != np.bincount(index, minlength=self._groups).tolist():
+        # One structure is the usual case, and then all numbers are 0 here.
+        counts = [len(index)] if self._groups == 1 else np.bincount(index, minlength=self._groups).tolist()
+        if [count for _, count in found] != counts:
             raise WireFormatError("samples per structure do not match the structure numbers of the samples")
         return index, found
 

@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
@@ -69,7 +68,7 @@ class PayloadCodec:
             structure.node.encode(values, writer)
         writer.write(
             out,
-            np.array(index, np.int64),
+            index,
             [group.json for group in groups],
             [len(values) for values in members],
         )
