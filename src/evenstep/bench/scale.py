@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--alpha-us", type=float, default=20.0, metavar="US", help="network: a message")
     parser.add_argument("--gbit", type=float, default=25.0, metavar="N", help="network: Gbit/s of a rank")
-    parser.add_argument("--limit", type=float, default=40.0, metavar="S", help="longest plan that is tried")
+    parser.add_argument("--limit", type=float, default=30.0, metavar="S", help="longest plan that is tried")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it: .png or .svg")
     parser.add_argument("--quick", action="store_true", help=f"{_QUICK} ranks only")
@@ -84,7 +84,7 @@ def measure(
     step_seconds: float = 10.0,
     alpha: float = 20e-6,
     beta: float = 8 / 25e9,
-    limit: float = 40.0,
+    limit: float = 30.0,
     seed: int = 0,
     show: bool = False,
 ) -> dict[str, Any]:

@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _contest(args: argparse.Namespace, folder: Path) -> Contest:
     """The corpus on disk as tokens, and what is trained on it."""
-    usual = (1024, 24, 2, 2) if args.quick else (4096, 24, 2, 3)
+    usual = (1024, 16, 2, 2) if args.quick else (4096, 24, 2, 3)
     given = (args.seq_len, args.documents, args.steps, args.rounds)
     names = ("--seq-len", "--documents", "--steps", "--rounds")
     for name, value in zip(
