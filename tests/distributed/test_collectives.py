@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
 from evenstep import DataPlane, LoaderConfig, StepSampler, build_loader
+from evenstep.comm.codec import Codec, PayloadCodec
 from evenstep.testing import SimulatedWorld
 
 STEPS, MICRO_BATCHES = 6, 4
@@ -30,7 +32,24 @@ def length(index: int) -> int:
     return 1 + index * index * 7 % 61
 
 
-def talk(ranks: int, known: bool = False, **options: Any) -> tuple[int, int]:
+class CountingCodec(PayloadCodec):
+    """Counts samples on their way out and in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoded: list[int] = []  # appended to by the threads of all ranks
+        self.decoded: list[int] = []
+
+    def encode(self, samples: Sequence[Any], out: torch.Tensor) -> None:
+        self.encoded.append(len(samples))
+        super().encode(samples, out)
+
+    def decode(self, buffer: torch.Tensor, count: int) -> list[Any]:
+        self.decoded.append(count)
+        return super().decode(buffer, count)
+
+
+def talk(ranks: int, known: bool = False, codec: Codec | None = None, **options: Any) -> tuple[int, int]:
     """Collectives and bytes of payload of one epoch, on all ranks together."""
     rows = ranks * MICRO_BATCHES
     dataset = Documents(STEPS * rows)
@@ -41,7 +60,7 @@ def talk(ranks: int, known: bool = False, **options: Any) -> tuple[int, int]:
         config = LoaderConfig(seq_len=64, **options)
         sampler = StepSampler(len(dataset), global_batch_size=rows, order="sequential")
         metadata = [length(i) for i in range(len(dataset))] if known else None
-        with build_loader(dataset, plane, config, sampler=sampler, metadata=metadata) as loader:
+        with build_loader(dataset, plane, config, sampler=sampler, metadata=metadata, codec=codec) as loader:
             assert plane.balance is not None
             plane.balance.all_gather(
                 torch.zeros(1, dtype=torch.uint8)
@@ -82,3 +101,11 @@ def test_lengths_known_ahead_leave_a_status_header_and_the_plan() -> None:
     talked, moved = talk(3, known=True)
     assert STEPS + 1 <= talked <= 2 * STEPS + 1
     assert moved == 0
+
+
+def test_samples_that_stay_are_never_encoded() -> None:
+    codec = CountingCodec()
+    talk(2, codec=codec, algorithm="reference")
+    assert codec.encoded == codec.decoded == []
+    talk(2, codec=codec, algorithm="refine")
+    assert 0 < sum(codec.encoded) == sum(codec.decoded) < STEPS * MICRO_BATCHES
