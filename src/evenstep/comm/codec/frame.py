@@ -57,13 +57,17 @@ class Writer:
         self._raws.append((nbytes, fill))
 
     def write(
-        self, out: Tensor, index: Sequence[int], structures: Sequence[bytes], counts: Sequence[int]
+        self,
+        out: Tensor,
+        index: npt.NDArray[np.uint32],
+        structures: Sequence[bytes],
+        counts: Sequence[int],
     ) -> None:
         """Write the segment into ``out`` (uint8 ``[segment_bytes]``)."""
         out = _aligned_view(out, "out")
         flat: Bytes = out.numpy()
         # The control part is small: joined as bytes, it costs less than array operations on its pieces.
-        parts = [_padded(np.array(index, INDEX).tobytes(), align(INDEX.itemsize * len(index)))]
+        parts = [_padded(index.tobytes(), align(index.nbytes))]
         for text, count in zip(structures, counts, strict=True):
             parts.append(_padded(ENTRY.pack(count, len(text)) + text, entry_bytes(len(text))))
         ints_at = PREAMBLE.size + sum(map(len, parts))

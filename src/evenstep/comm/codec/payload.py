@@ -95,10 +95,12 @@ class PayloadCodec:
         following = [iter(column) for column in columns]
         return [next(following[number]) for number in index.tolist()]
 
-    def _group(self, samples: Sequence[Any]) -> tuple[list[_Structure], list[list[Any]], list[int]]:
+    def _group(
+        self, samples: Sequence[Any]
+    ) -> tuple[list[_Structure], list[list[Any]], npt.NDArray[np.uint32]]:
         """The different structures of ``samples``, the samples of each, and the structure number of each sample."""
         if len(samples) > 1 and are_alike(samples):
-            return [self._scan(samples[0])[1]], [list(samples)], [0] * len(samples)
+            return [self._scan(samples[0])[1]], [list(samples)], np.zeros(len(samples), layout.INDEX)
         numbers: dict[int, int] = {}
         groups: list[_Structure] = []
         members: list[list[Any]] = []
@@ -119,7 +121,7 @@ class PayloadCodec:
                 last = structure
             members[number].append(sample)
             index.append(number)
-        return groups, members, index
+        return groups, members, np.array(index, layout.INDEX)
 
     def _scan(self, sample: Any) -> tuple[int, _Structure]:
         signature: list[Any] = []
