@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
