@@ -14,6 +14,7 @@ from evenstep.bench.gather import measure_gather
 from evenstep.bench.machine import as_line, describe_machine
 from evenstep.bench.payload import measure_exchange, measure_huge
 from evenstep.bench.windows import count_collectives
+from evenstep.comm.gloo_threads import destroy_process_group
 from evenstep.comm.groups import world_communicator
 from evenstep.testing import run_ranks
 
@@ -53,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         result = work(dist.get_rank(), *options)
         if dist.get_rank() == 0:
             _print([result], args.json)
-        dist.destroy_process_group()
+        destroy_process_group()
         return 0
     _print([run_ranks(work, ranks, *options, timeout=600.0)[0] for ranks in args.ranks], args.json)
     return 0

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from evenstep.comm.agreement import agree, dp_ranks_per_host
 from evenstep.comm.communicator import Communicator, Launcher, SoloCommunicator
+from evenstep.comm.gloo_threads import let_go
 from evenstep.comm.groups import Groups, check_backend, check_device, create_groups, world_communicator
 from evenstep.comm.leaving import leave, leave_gently
 from evenstep.comm.rounds import Rounds
@@ -175,6 +176,7 @@ class DataPlane:
         """
         if self._leave.detach() is not None:
             leave(self.rounds, self._communicators, self.close_grace)
+            let_go()
 
     def launch_through(self, launcher: Launcher) -> None:
         """Have ``launcher`` start every collective of reading, planning and exchanging from now on.

@@ -18,6 +18,8 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from evenstep.comm.gloo_threads import destroy_process_group
+
 __all__ = ["RanksFailed", "launch"]
 
 T = TypeVar("T")
@@ -80,7 +82,7 @@ def _rank(function: Callable[..., T], *args: Any) -> T:
         dist.barrier()  # who leaves early would cut off a peer that is still connecting
         return result
     finally:
-        dist.destroy_process_group()
+        destroy_process_group()
 
 
 def _loopback() -> dict[str, str]:

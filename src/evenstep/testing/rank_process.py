@@ -230,8 +230,7 @@ def _call(job: Job, connection: Connection) -> bytes:
             f"rank {job.rank} returned a {type(value).__name__} that cannot be sent to the caller ({error}); "
             "return plain values, arrays or tensors"
         ) from error
-    if dist.is_available() and dist.is_initialized():
-        dist.destroy_process_group()
+    _destroy_process_group()
     return data
 
 
@@ -265,12 +264,15 @@ def _failure(error: BaseException, seconds: float) -> Report:
     return Report(error=data, error_text=f"{name}: {error}", traceback=text, seconds=seconds)
 
 
+def _destroy_process_group() -> None:
+    from evenstep.comm.gloo_threads import destroy_process_group
+
+    destroy_process_group()
+
+
 def _leave_quietly() -> None:
     """Destroy what the failed function left; its own error has been told and matters more."""
-    import torch.distributed as dist
-
     try:
-        if dist.is_available() and dist.is_initialized():
-            dist.destroy_process_group()
+        _destroy_process_group()
     except Exception:
         traceback.print_exc()
