@@ -56,7 +56,7 @@ def draw(path: Path, result: dict[str, Any]) -> None:
             panel.set_xticks(sizes, [f"{size:,}" for size in sizes], rotation=40)
             panel.minorticks_off()
             panel.set_xlabel("data-parallel ranks")
-            panel.legend(fontsize=8)
+            panel.legend(fontsize=8, loc="upper left")
         figure.savefig(path)
 
 
@@ -69,9 +69,8 @@ def _lines(jobs: Sequence[dict[str, Any]], key: str) -> list[tuple[str, list[int
             line = found.setdefault((0 if whole else -way["group"], way["algorithm"]), ([], []))
             line[0].append(job["dp_size"])
             line[1].append(way[key])
-    names = {0: "all ranks"}
     return [
-        (names.get(size, f"groups of {-size:,}") + (", lpt" if algorithm == "lpt" else ""), xs, ys)
+        (f"groups of {-size:,}" if size else f"all ranks, {algorithm}", xs, ys)
         for (size, algorithm), (xs, ys) in sorted(found.items(), key=lambda item: (-item[0][0], item[0][1]))
     ]
 
@@ -110,7 +109,8 @@ def _seconds(panel: Axes, result: dict[str, Any]) -> None:
     )
     panel.axhline(result["step_seconds"], color=_INK, linewidth=1, linestyle="--", label="an even step")
     panel.set_yscale("log")
-    panel.set_title("Seconds a step, all ranks together")
+    panel.set_ylim(top=200 * panel.get_ylim()[1])  # room for the legend
+    panel.set_title("Seconds for all ranks together")
 
 
 def _steps(panel: Axes, result: dict[str, Any]) -> None:
@@ -120,9 +120,7 @@ def _steps(panel: Axes, result: dict[str, Any]) -> None:
     begin = result["groups_begin"]
     if begin is not None:
         panel.axvline(begin, color=_INK, linewidth=1, linestyle="--")
-        panel.annotate(
-            f" groups begin: {begin:,}", (begin, most), va="top", fontsize=8, annotation_clip=False
-        )
+        panel.text(begin, result["step_seconds"], f" groups begin: {begin:,}", va="bottom", fontsize=8)
     panel.set_ylim(result["step_seconds"], most)
     panel.set_title("Predicted step")
     panel.set_ylabel("seconds")
