@@ -37,7 +37,10 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert counts["exchanges_per_micro_batch"] <= 1
     assert 0 < counts["exchanged_bytes"] < counts["read_bytes"]
     text = exchange.as_text(result)
-    assert "2 ranks, 4 MiB sent by each" in text
+    assert [line.split()[:4] for line in text.splitlines()[4:6]] == [
+        ["128", "KiB", "4.0", "MiB"],
+        ["16", "KiB", "4.0", "MiB"],
+    ]
     assert "3.00 control collectives" in text
 
 

@@ -29,7 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ranks", type=int, nargs="+", default=[2, 4], metavar="N",
         help="local ranks to start, one run for each number; under torchrun its ranks are used",
     )  # fmt: skip
-    parser.add_argument("--mib", type=float, default=8.0, metavar="N", help="MiB that each rank sends")
+    parser.add_argument(
+        "--mib", type=float, nargs="+", default=[8.0, 32.0], metavar="N", help="MiB that each rank sends"
+    )
     parser.add_argument(
         "--sample-kib", type=int, nargs="+", default=[128, 16, 2], metavar="N", help="sizes of a sample"
     )
@@ -45,7 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure what ``args`` says, print it on stdout, and return the exit status."""
     sizes = [kib * 1024 for kib in args.sample_kib]
-    options: tuple[Any, ...] = (int(args.mib * (1 << 20)), sizes, args.metadata, args.repeats)
+    payloads = [int(mib * (1 << 20)) for mib in args.mib]
+    options: tuple[Any, ...] = (payloads, sizes, args.metadata, args.repeats)
     work: Callable[..., dict[str, Any]] = measure
     if args.huge_gib is not None:
         work, options = move_huge, (int(args.huge_gib * (1 << 30)),)
@@ -60,18 +63,19 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def measure(_rank: int, payload_bytes: int, sizes: list[int], metadata: int, repeats: int) -> dict[str, Any]:
+def measure(_rank: int, payloads: list[int], sizes: list[int], metadata: int, repeats: int) -> dict[str, Any]:
     """Seconds (of the slowest rank; medians), bytes and ratios; on every rank of the default group.
 
-    Each rank sends ``payload_bytes`` of samples, in equal parts to all others. Ratios are medians of the ratios
+    Each rank sends so many bytes of samples, in equal parts to all others. Ratios are medians of the ratios
     inside one turn.
     """
     communicator = world_communicator(_TIMEOUT)
     return {
         "machine": describe_machine(),
         "ranks": len(communicator.ranks),
-        "payload_bytes": payload_bytes,
-        "exchanges": [measure_exchange(communicator, payload_bytes, size, repeats) for size in sizes],
+        "exchanges": [
+            measure_exchange(communicator, payload, size, repeats) for size in sizes for payload in payloads
+        ],
         "gather": measure_gather(communicator, metadata, repeats),
         "collectives": count_collectives(),
     }
@@ -97,15 +101,14 @@ def as_text(r: dict[str, Any]) -> str:
     lines = [
         as_line(r["machine"]),
         "",
-        f"{r['ranks']} ranks, {r['payload_bytes'] / 2**20:g} MiB sent by each; milliseconds",
+        f"{r['ranks']} ranks; milliseconds",
+        "  sample  sent by each     raw   memcpy     both  evenstep   pickled   of both  of raw + memcpy  of raw  "
+        "x pickle  memory/byte",
     ]
-    lines.append(
-        "  sample      raw   memcpy     both  evenstep   pickled   of both  of raw + memcpy  of raw  x pickle  memory/byte"
-    )
     for e in r["exchanges"]:
         ms = {name: 1e3 * seconds for name, seconds in e["seconds"].items()}
         lines.append(
-            f"{e['sample_bytes'] // 1024:4d} KiB {ms['raw']:8.2f} {ms['memcpy']:8.2f} {ms['memcpy_and_raw']:8.2f} "
+            f"{e['sample_bytes'] // 1024:4d} KiB {e['moved_bytes'] / 2**20:9.1f} MiB {ms['raw']:7.2f} {ms['memcpy']:8.2f} {ms['memcpy_and_raw']:8.2f} "
             f"{ms['evenstep']:9.2f} {ms['pickled']:9.2f}   {e['of_memcpy_and_raw']:7.2f} {e['of_sum']:16.2f} {e['of_raw']:7.2f} "
             f"{e['times_faster_than_pickle']:9.1f} {e['memory_per_byte']:12.2f}"
         )

@@ -68,7 +68,7 @@ def measure_exchange(communicator: Communicator, payload: int, size: int, repeat
     turns = Turns.take(
         communicator, repeats, raw=raw, memcpy=memcpy, memcpy_and_raw=memcpy_and_raw, evenstep=exchange.run
     )
-    rounds = min(repeats, 5)  # pickling takes up to a second each
+    rounds = min(repeats, 3)  # pickling takes up to seconds each
     beside_pickle = Turns.take(communicator, rounds, pickled=pickled, evenstep=exchange.run)
     # On memory of its own: a busy backend may let go of a buffer only after the next exchange has begun.
     alone = BufferPool()
