@@ -18,10 +18,11 @@ pytestmark = pytest.mark.gloo
 def test_with_host_work_shorter_than_compute_the_loop_hardly_waits() -> None:
     result = stall.measure(compute_seconds=0.03, read_seconds=0.005, micro_batches=16)
     for way in ("prefetch", "caller"):
-        assert result[way]["stalled"] < 0.1
-        assert result["no_prefetch"]["stalled"] > 2 * result[way]["stalled"]
+        assert result[way]["median_seconds"] < 0.1 * result["compute_seconds"]
+        assert result["no_prefetch"]["stalled"] > result[way]["stalled"]
     assert result["prefetch"]["hook_seconds"] == 0 < result["caller"]["hook_seconds"]
     assert result["caller"]["worker_cpu_seconds"] > 0
+    assert 0 < result["pass_through_seconds"] < 1e-4
 
 
 def test_one_rank_has_no_collectives_to_wait_for() -> None:
@@ -38,7 +39,7 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         "2 ranks over gloo, 4 micro-batches of one row of 64 tokens, 1 ms of compute, 0.1 ms to read" in text
     )
-    assert [line.split("  ")[1] for line in text.splitlines()[4:]] == [
+    assert [line.split("  ")[1] for line in text.splitlines()[4:8]] == [
         "producer thread",
         "caller, with hooks",
         "caller, without hooks",
