@@ -32,7 +32,7 @@ class Accelerator:
 
     def __init__(self, name: str) -> None:
         self.module: Any = torch.get_device_module(name)
-        self.device = torch.device(name, self.module.current_device())
+        self.device: torch.device = torch.device(name, self.module.current_device())
         self.module.set_device(self.device)
         streams_of(self.device)
 

@@ -17,8 +17,8 @@ class Hooks:
     """Calls the hooks of ``loader`` now and then, in any order and number."""
 
     def __init__(self, loader: Loader[Any], seed: int) -> None:
-        self.calls = [loader.prefetch_plan, loader.prefetch]
-        self.random = random.Random(seed)
+        self.calls: list[Callable[[], None]] = [loader.prefetch_plan, loader.prefetch]
+        self.random: random.Random = random.Random(seed)
 
     def maybe(self) -> None:
         """Call none, one or some of them."""

@@ -34,12 +34,14 @@ class Positions(BaseNode[Any]):
         ready: list[bool] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torchdata has no types
-        self.make, self.size, self.fail_at = make, size, fail_at
-        self.at = Cursor(global_batch_size=1)
+        self.make: Callable[[tuple[int, int]], Any] = make
+        self.size: int = size
+        self.fail_at: int | None = fail_at
+        self.at: Cursor = Cursor(global_batch_size=1)
         self.resets: list[dict[str, Any] | None] = []
-        self.pulls = 0
+        self.pulls: int = 0
         if ready is not None:
-            self.ready = lambda: ready.pop(0) if ready else True
+            self.ready: Callable[[], bool] = lambda: ready.pop(0) if ready else True
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
         """Go to ``initial_state``, or to the next epoch."""
