@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 from typing import Any
 
 from evenstep.bench.machine import as_line, describe_machine
 from evenstep.bench.plan_cases import CASES, COST_MODEL
+from evenstep.bench.plan_figure import save_growth
 from evenstep.bench.plan_measures import compare, growth, interference, movement, speed
 from evenstep.bench.plan_peers import PEERS, optional_peers
 
@@ -22,33 +24,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cases", nargs="*", choices=sorted(CASES), metavar="CASE", help="default: all")
     parser.add_argument("--parts", nargs="*", choices=_PARTS, default=_PARTS[:3], help="what to measure")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the growth of time (.svg, .png)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure what ``args`` says, print it on stdout, and return the exit status."""
+    """Measure what ``args`` says and print it on stdout; the exit status is 1 where a peer beats ``"auto"``."""
     seeds = range(args.seed, args.seed + args.draws)
-    peers = PEERS | optional_peers()
+    libraries, unusable = optional_peers()
     chosen = [CASES[name] for name in args.cases] if args.cases else list(CASES.values())
     result: dict[str, Any] = {
         "machine": describe_machine("verl", "trl", "grain", "binpacking"),
         "seed": args.seed,
         "cost_model": COST_MODEL,
+        "unusable_peers": unusable,
     }
     if "quality" in args.parts:
-        result["quality"] = [compare(case, seeds, peers) for case in chosen]
+        result["quality"] = [compare(case, seeds, PEERS | libraries) for case in chosen]
     if "movement" in args.parts:
         result["movement"] = [
             movement(case, seeds) for case in chosen if case.fill and case.micro_batches > 1
         ]
     if "speed" in args.parts:
         result["speed"] = speed(args.seed)
-    if "growth" in args.parts:
+    if "growth" in args.parts or args.plot:
         result["growth"] = growth(args.seed)
     if "interference" in args.parts:
         result["interference"] = interference(args.seed)
     print(json.dumps(result, indent=1) if args.json else _text(result))
-    return 0
+    if args.plot:
+        save_growth(result["growth"], as_line(result["machine"]), args.plot)
+    return int(any(row["better_peers"] or row["fallbacks"] for row in result.get("quality", [])))
 
 
 def _text(result: dict[str, Any]) -> str:
@@ -66,6 +72,9 @@ def _text(result: dict[str, Any]) -> str:
             broke = f"  broke the limit {planner['broke_limit']}x" if planner["broke_limit"] else ""
             lines.append(f"  {name:24}{score} {planner['seconds'] * 1e3:9.2f} ms{broke}")
         lines += [f"  {name:24} failed: {why}" for name, why in row["failed_peers"].items()]
+    if "quality" in result:
+        lines.append(f"\n{_verdict(result['quality'])}")
+    lines += [f"{name} cannot be used: {why}" for name, why in result["unusable_peers"].items()]
     for row in result.get("movement", []):
         for name in ("refine", "auto"):
             if name in row:
@@ -83,8 +92,8 @@ def _text(result: dict[str, Any]) -> str:
         )
     for point in result.get("growth", []):
         lines.append(
-            f"{point['samples']:9,} samples into {point['rows']:6,} rows: lpt {point['lpt_seconds']:7.3f} s, "
-            f"auto {point['auto_seconds']:7.3f} s"
+            f"{point['samples']:9,} samples into {point['rows']:6,} rows: bare heap LPT "
+            f"{point['heap_lpt_seconds']:6.3f} s, lpt {point['lpt_seconds']:6.3f} s, auto {point['auto_seconds']:6.3f} s"
         )
     if "interference" in result:
         part = result["interference"]
@@ -93,3 +102,12 @@ def _text(result: dict[str, Any]) -> str:
             f"(median of {part['runs']} paired runs)"
         )
     return "\n".join(lines)
+
+
+def _verdict(quality: list[dict[str, Any]]) -> str:
+    draws = sum(row["draws"] - row["unpackable"] for row in quality)
+    peers = {name for row in quality for name in row["planners"]} - {"auto", "lpt"}
+    beaten = [row["case"] for row in quality if row["better_peers"]]
+    fallbacks = sum(row["fallbacks"] for row in quality)
+    outcome = f"a peer beats auto in {', '.join(beaten)}" if beaten else "no peer beats auto within the limit"
+    return f"{draws} windows of {len(quality)} cases, {len(peers)} peers: {outcome}; {fallbacks} fallbacks"

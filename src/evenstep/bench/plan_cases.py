@@ -37,6 +37,7 @@ class Case:
         seq_len: Tokens of a row.
         fill: Share of all places that tokens take; 0 draws ``samples`` instead and sets no limit.
         samples: Samples of a window without limit.
+        planted: Documents of a row. Rows are then cut at random into so many, so that a packing exists.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Case:
     seq_len: int
     fill: float
     samples: int = 0
+    planted: int = 0
 
     @property
     def rows(self) -> int:
@@ -58,6 +60,8 @@ class Case:
         if not self.fill:
             tokens = self.lengths(generator, self.samples)
             return Window(tokens, linear_quadratic(tokens), None)
+        if self.planted:
+            return self._plant(generator)
         places = int(self.fill * self.rows * self.seq_len)
         tokens = self.lengths(generator, 4 * self.rows)
         while tokens.sum() <= places:
@@ -67,6 +71,14 @@ class Case:
         if int(row.max()) >= self.rows:
             return Window(tokens, linear_quadratic(tokens), None)
         return Window(tokens, linear_quadratic(tokens), generator.permutation(self.rows)[row])
+
+    def _plant(self, generator: np.random.Generator) -> Window:
+        used = int(self.fill * self.seq_len)
+        cuts = [np.sort(generator.permutation(used - 1)[: self.planted - 1] + 1) for _ in range(self.rows)]
+        parts = [np.diff(cut, prepend=0, append=used) for cut in cuts]
+        order = generator.permutation(self.rows * self.planted)
+        tokens = np.concatenate(parts)[order]
+        return Window(tokens, linear_quadratic(tokens), order // self.planted)
 
 
 def linear_quadratic(tokens: Int) -> Int:
@@ -127,6 +139,8 @@ CASES: dict[str, Case] = {
         Case("lognormal", _lognormal, 32, 4, 8192, 0.92),
         Case("lognormal-98", _lognormal, 32, 4, 8192, 0.98),
         Case("lognormal-98-dp8", _lognormal, 8, 1, 8192, 0.98),
+        *(Case(f"planted-{k}", _equal, 8, 1, 8192, 0.98, planted=k) for k in (2, 3, 4)),
+        *(Case(f"planted-{k}-dp32", _equal, 32, 1, 8192, 0.98, planted=k) for k in (2, 3, 4)),
         Case("gamma", _gamma, 32, 4, 8192, 0.92),
         Case("one-giant", _one_giant, 16, 4, 8192, 0.92),
         Case("equal", _equal, 16, 4, 8192, 0.92),

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import heapq
 import importlib
+import importlib.util
+import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["PEERS", "heap_lpt", "karmarkar_karp", "optional_peers"]
+__all__ = ["PACKERS", "PEERS", "heap_lpt", "karmarkar_karp", "optional_peers"]
 
 Int = npt.NDArray[np.int64]
 Peer = Callable[[Int, Int, int, int], Int]  # (tokens, costs, rows, seq_len) -> row of each sample
@@ -89,21 +92,39 @@ PEERS: dict[str, Peer] = {
     "next-fit": next_fit,
 }
 
+# They fill rows up to the limit, so without one there is nothing to compare.
+PACKERS = frozenset({"first-fit decreasing", "next-fit", "TRL best-fit decreasing", "Grain first-fit"})
 
-def optional_peers() -> dict[str, Peer]:
-    """Planners and packers of other libraries, as far as they can be imported here."""
+
+def optional_peers() -> tuple[dict[str, Peer], dict[str, str]]:
+    """Planners and packers of other libraries that are installed here, and why an installed one cannot be used."""
     found: dict[str, Peer] = {}
+    failed: dict[str, str] = {}
     for name, module, adapt in (
         ("verl Karmarkar-Karp", "verl.utils.seqlen_balancing", _verl),
         ("binpacking", "binpacking", _binpacking),
         ("TRL best-fit decreasing", "trl.data_utils", _trl),
         ("Grain first-fit", "grain.experimental", _grain),
     ):
-        try:
-            found[name] = adapt(importlib.import_module(module))
-        except Exception:
+        package = module.partition(".")[0]
+        if importlib.util.find_spec(package) is None:
             continue
-    return found
+        try:
+            if package == "verl":
+                _without_init(package)
+            found[name] = adapt(importlib.import_module(module))
+        except Exception as error:  # another library's failure is a result, too
+            failed[name] = f"{type(error).__name__}: {error}"
+    return found, failed
+
+
+def _without_init(package: str) -> None:
+    """Let modules of ``package`` be imported without its ``__init__``, which may start all of a trainer."""
+    spec = importlib.util.find_spec(package)
+    if package not in sys.modules and spec is not None:
+        stand_in = ModuleType(package)
+        stand_in.__path__ = list(spec.submodule_search_locations or ())
+        sys.modules[package] = stand_in
 
 
 def _subsets(subsets: Any, size: int) -> Int:
@@ -130,6 +151,7 @@ def _binpacking(module: Any) -> Peer:
 
 def _trl(module: Any) -> Peer:
     datasets, pack = importlib.import_module("datasets"), module.pack_dataset
+    datasets.disable_progress_bars()
 
     def plan(tokens: Int, costs: Int, rows: int, seq_len: int) -> Int:  # noqa: ARG001 - tokens only
         ids = [[sample] * int(need) for sample, need in enumerate(tokens)]
