@@ -7,6 +7,7 @@ import functools
 import json
 import re
 from collections.abc import Callable
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -41,7 +42,7 @@ def test_figures_come_with_their_setting(capsys: pytest.CaptureFixture[str]) -> 
     )
     assert all(value > 0 for value in result["gb_per_s"].values())
     assert result["setting"]["labels"] is result["setting"]["shifted"] is True
-    assert result["machine"]["torch"] == torch.__version__
+    assert result["machine"]["torch"] == version("torch")  # torch itself may add its build
     assert result["setting"]["threads"] == 1
     assert torch.get_num_threads() == threads
 
