@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from itertools import permutations
 from statistics import median
 from typing import Any
 
@@ -38,7 +39,8 @@ def measure(*, ranks: int = 2, kib: tuple[int, ...] = _KIB, repeats: int = 40) -
     """Median seconds until the last rank has a batch of 12 tensors, and twice without evenstep.
 
     ``raw`` is one broadcast of as many bytes into the same memory every time; ``each`` is one broadcast per tensor
-    into memory of the batch's own, as evenstep's. The three take turns, so that a busy machine disturbs them alike.
+    into memory of the batch's own, as evenstep's. Each has a group of its own, and they take turns in every order, so that
+    neither a busy machine nor what the one before left in the caches favours any.
     """
     sizes = []
     for rows in zip(*run_ranks(_rank, ranks, kib, repeats, timeout=300.0), strict=True):
@@ -100,8 +102,9 @@ def _take_turns(
     ways: tuple[Callable[[], None], ...], repeats: int, group: dist.ProcessGroup
 ) -> tuple[list[float], ...]:
     seconds: tuple[list[float], ...] = tuple([] for _ in ways)
+    orders = list(permutations(list(zip(ways, seconds, strict=True))))
     for turn in range(_WARM_UP + repeats):
-        for way, found in zip(ways, seconds, strict=True):
+        for way, found in orders[turn % len(orders)]:
             dist.barrier(group=group)  # of nobody's: its connections and threads are awake
             begin = time.perf_counter()
             way()
