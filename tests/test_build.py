@@ -97,7 +97,8 @@ def test_a_global_batch_that_the_mesh_does_not_divide_is_refused_on_every_rank()
             {"explode": list, "metadata": [8] * 200},
             ValueError,
             "explode with repack=True needs the documents of each sample before planning, which metadata does not give: "
-            "choose repack=False to keep the rows whole, or leave metadata out",
+            "pass them as the columns 'documents' and 'document_offsets', choose repack=False to keep the rows whole, or "
+            "leave metadata out",
         ),
         (
             {"sampler": None, "metadata": [8] * 200},

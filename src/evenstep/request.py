@@ -122,11 +122,6 @@ class Request:
                 "metadata describes the samples of a dataset by index, which a rank-local stream of steps does not "
                 "tell the other ranks: pass a sampler over the whole dataset, or leave metadata out"
             )
-        if self.explode is not None and self.metadata is not None and self.config.repack:
-            raise ValueError(
-                "explode with repack=True needs the documents of each sample before planning, which metadata does not "
-                "give: choose repack=False to keep the rows whole, or leave metadata out"
-            )
         rows_of = getattr(self.sampler, "seq_len", config.seq_len)
         if config.accumulation_steps != "auto" and rows_of > config.seq_len:
             raise ValueError(

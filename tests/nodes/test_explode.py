@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from evenstep import DataPlane, LoaderConfig, SampleMetadata, StepSampler, build_loader
+from evenstep import (
+    DataPlane,
+    LoaderConfig,
+    RemoteRankError,
+    SampleError,
+    SampleMetadata,
+    StepSampler,
+    build_loader,
+)
 from evenstep.testing import SimulatedWorld, assert_same
 
 SEQ_LEN = 1024
@@ -147,13 +155,116 @@ def test_known_lengths_give_the_same_whole_rows(corpus: Any) -> None:
     assert_same(known, online)
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"balance_window": 1}, {"accumulation_steps": "auto"}, {"num_workers": 2}]
+)
+def test_known_documents_are_repacked_as_if_they_had_been_read(corpus: Any, options: dict[str, Any]) -> None:
+    packed, world = Packed(corpus), SimulatedWorld(2)
+    online = world.run(lambda plane: train(plane, packed, **options))
+    known = world.run(lambda plane: train(plane, packed, known=True, **options))
+    assert_same(known, online)
+    assert sum(group.bytes_moved for group in world.groups) > 0
+    alone = SimulatedWorld(2)
+    alone.run(lambda plane: train(plane, packed, known=True, **options))
+    assert sum(group.bytes_moved for group in alone.groups) == 0
+
+
 def test_repacking_needs_the_documents_before_planning(corpus: Any) -> None:
     message = (
         "explode with repack=True needs the documents of each sample before planning, which metadata does not give: "
-        "choose repack=False to keep the rows whole, or leave metadata out"
+        "pass them as the columns 'documents' and 'document_offsets', choose repack=False to keep the rows whole, or "
+        "leave metadata out"
     )
+    packed = Packed(corpus)
+    sampler = StepSampler(len(packed), global_batch_size=4)
+    lengths = [sum(map(len, row)) for row in packed.rows]
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        train(DataPlane.single(), Packed(corpus), known=True)
+        build_loader(
+            packed, None, LoaderConfig(seq_len=SEQ_LEN), sampler=sampler, explode=explode, metadata=lengths
+        )
+
+
+class Rows:
+    """Packed rows of bare lengths; the last one cannot be read."""
+
+    rows = ((3, 0, 4), (2,), (5, 1), (6,))
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 3:
+            raise OSError("no such block")
+        return self.rows[index]
+
+
+def open_row(row: Any) -> Any:
+    return [{"input_ids": torch.full((n,), 10 + n)} for n in row]
+
+
+def train_rows(metadata: Any, **options: Any) -> Any:
+    config = LoaderConfig(seq_len=8, **options)
+    sampler = StepSampler(4, global_batch_size=4, order="sequential")
+    heard: list[Any] = []
+    with build_loader(
+        Rows(),
+        None,
+        config,
+        sampler=sampler,
+        explode=open_row,
+        metadata=metadata,
+        on_balance=heard.append,
+        pack=documents_of,
+        collate=as_they_are,
+    ) as loader:
+        found = sorted(len(document) for rows in loader for row in rows for document in row)
+        return found, heard[0].counts.dropped, heard[0].counts.truncated
+
+
+def records(*rows: tuple[int, ...]) -> list[SampleMetadata]:
+    return [SampleMetadata(sum(row), documents=row) for row in rows]
+
+
+def test_documents_of_known_length_meet_the_policies() -> None:
+    skipping = {"on_sample_error": "skip"}
+    assert train_rows(records(*Rows.rows), **skipping) == ([1, 2, 3, 4, 5], 1, 0)
+    with pytest.raises(
+        RemoteRankError, match=re.escape("sample 0: it has no tokens, and empty='error' refuses")
+    ):
+        train_rows(records(*Rows.rows), empty="error")
+    with pytest.raises(SampleError, match=re.escape("sample 3: OSError: no such block")):
+        train_rows(records(*Rows.rows))
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (
+            (3, 4),
+            "sample 0 has 3 documents, its metadata says 2: the rows were planned for others. Compute the metadata from the "
+            "dataset as it is now.",
+        ),
+        (
+            (3, 0, 5),
+            "document 2 of sample 0 has 4 tokens, its metadata says 5: the rows were planned for another length. Compute "
+            "the metadata from the dataset as it is now.",
+        ),
+    ],
+)
+def test_documents_that_metadata_tells_otherwise_are_named(row: tuple[int, ...], message: str) -> None:
+    with pytest.raises(SampleError, match=f"^{re.escape(message)}$") as caught:
+        train_rows(records(row, *Rows.rows[1:]), on_sample_error="skip")
+    assert caught.value.sample == 0
+
+
+def test_features_of_whole_samples_cannot_be_divided() -> None:
+    message = (
+        "metadata has the feature 'patches' of whole samples, but explode with repack=True plans their documents one by "
+        "one: choose repack=False to keep the rows whole, or leave metadata out"
+    )
+    metadata = [SampleMetadata(sum(row), {"patches": 1.0}, documents=row) for row in Rows.rows]
+    with pytest.raises(RemoteRankError, match=re.escape(message)):
+        train_rows(metadata)
 
 
 def test_local_steps_of_packed_rows_are_exploded_too(corpus: Any) -> None:

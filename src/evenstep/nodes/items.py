@@ -91,6 +91,8 @@ class Window:
         samples: Their payloads; empty where they are read after planning.
         counts: Of this reader; of all where lengths are known ahead.
         owners: Dp rank whose reader would have read each sample, int32 ``[n]``, where none has been read.
+        parts: Where samples are documents of packed ones that nobody has read: the number of each in its packed sample, and
+            how many that has, int64 ``[n, 2]``.
     """
 
     place: Place
@@ -99,6 +101,7 @@ class Window:
     samples: list[Any] = field(repr=False)
     counts: Counts = Counts()
     owners: npt.NDArray[np.int32] | None = None
+    parts: npt.NDArray[np.int64] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +116,7 @@ class GatheredWindow:
         local: This rank's payloads by position in ``columns``.
         step_loss_tokens: Loss tokens of the whole optimizer step on all ranks; None if unknown.
         counts: Of the balance group.
-        owners: As of the `Window`.
+        owners, parts: As of the `Window`.
     """
 
     place: Place
@@ -124,6 +127,7 @@ class GatheredWindow:
     step_loss_tokens: int | None
     counts: Counts = Counts()
     owners: npt.NDArray[np.int32] | None = None
+    parts: npt.NDArray[np.int64] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from evenstep.samples import MetadataTable, SampleMetadata
 
-__all__ = ["KnownMetadata", "known_metadata"]
+__all__ = ["KnownMetadata", "known_metadata", "open_table", "tells_documents"]
 
 _COLUMNS = ("tokens", "loss_tokens", "documents", "document_offsets")
 
@@ -49,6 +49,11 @@ class _Arrays:
     def features(self) -> tuple[str, ...]:
         """Names of the features."""
         return tuple(name for name in self._columns if name not in _COLUMNS)
+
+    @property
+    def has_documents(self) -> bool:
+        """Whether it says which documents the samples are made of."""
+        return "documents" in self._columns
 
     def __len__(self) -> int:
         return len(self._columns["tokens"])
@@ -104,6 +109,35 @@ def known_metadata(metadata: Any, dataset_size: int, budgets: Collection[str] = 
             "the lengths of other samples. Compute the metadata from the dataset as it is now."
         )
     return known
+
+
+def tells_documents(known: KnownMetadata) -> bool:
+    """Whether it says which documents the samples are made of; records may, which only the reading will tell."""
+    return not isinstance(known, _Arrays) or known.has_documents
+
+
+def open_table(
+    table: MetadataTable,
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], MetadataTable]:
+    """The documents of packed samples as samples of their own.
+
+    Returns:
+        The sample of each document, int64 ``[m]``; its number in there and how many that has, int64 ``[m, 2]``; and the
+        documents, whose loss tokens nobody knows.
+
+    Raises:
+        ValueError: Samples have features, which nobody can divide among their documents.
+    """
+    if table.features:
+        raise ValueError(
+            f"metadata has the feature {next(iter(table.features))!r} of whole samples, but explode with repack=True plans "
+            "their documents one by one: choose repack=False to keep the rows whole, or leave metadata out"
+        )
+    counts = np.diff(table.document_offsets)
+    sample = np.repeat(np.arange(len(table), dtype=np.int64), counts)
+    number = np.arange(len(sample), dtype=np.int64) - np.repeat(table.document_offsets[:-1], counts)
+    parts = np.column_stack([number, np.repeat(counts, counts)])
+    return sample, parts, MetadataTable.from_tokens(table.documents)
 
 
 def _read(metadata: Any) -> KnownMetadata:

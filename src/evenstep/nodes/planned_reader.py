@@ -14,7 +14,8 @@ from evenstep.config import LoaderConfig
 from evenstep.errors import SampleError
 from evenstep.nodes.describe import Describer, tells_length
 from evenstep.nodes.fetch import Fetcher, Pending, Unreadable
-from evenstep.nodes.items import Counts, PlannedBatch, RoutedBatch
+from evenstep.nodes.items import Counts, GatheredWindow, PlannedBatch, RoutedBatch
+from evenstep.nodes.opened_samples import OpenedSamples
 from evenstep.nodes.planner import Planner
 from evenstep.nodes.read import make_fetcher
 from evenstep.nodes.rows import MicroBatch
@@ -32,7 +33,16 @@ class _UnderWay:
     """This rank's micro-batches of a window that are still to come, and their samples."""
 
     planned: dict[int, MicroBatch]
-    pending: Pending
+    samples: Pending | OpenedSamples
+
+    def take(self, window: GatheredWindow, row: list[int]) -> list[Any]:
+        """The samples at the positions ``row`` of ``window``, waited for; `Unreadable` where one was."""
+        if isinstance(self.samples, Pending):
+            return self.samples.take(len(row))
+        assert window.indices is not None
+        assert window.parts is not None
+        places = zip(window.indices[row].tolist(), window.parts[row].tolist(), strict=True)
+        return [self.samples.take(index, number, count) for index, (number, count) in places]
 
 
 class PlannedReader(Stage[PlannedBatch, RoutedBatch]):
@@ -49,7 +59,8 @@ class PlannedReader(Stage[PlannedBatch, RoutedBatch]):
         config: ``num_workers``, ``worker`` and the policies for samples.
         metadata_fn: How the length of a read sample is told; default ``len(sample["input_ids"])``; samples that
             it cannot tell are not compared where it is None.
-        explode: ``sample -> documents``, where packed samples stay whole.
+        explode: ``sample -> documents``: with ``config.repack`` each is a sample of its own, and a packed sample is read
+            wherever one of them is needed; else it only tells the documents inside one.
         loss_tokens: Counts the loss tokens of a sample as the packer leaves them (see `evenstep.packing.loss_counter`), to
             say once where the metadata has others; None: they are not compared.
         fetcher: Reads the dataset; default: by ``config``.
@@ -78,8 +89,10 @@ class PlannedReader(Stage[PlannedBatch, RoutedBatch]):
         self.counts: Counts = Counts()
         self._config = config
         self._fetcher = make_fetcher(dataset, config, plane) if fetcher is None else fetcher
-        self._compares = metadata_fn is not None or explode is not None
-        self._describe = Describer(config, metadata_fn, explode)
+        self._explode = explode
+        whole = None if config.repack else explode
+        self._compares = metadata_fn is not None or whole is not None
+        self._describe = Describer(config, metadata_fn, whole)
         self._loss_tokens = loss_tokens
         self._planner = source if isinstance(source, Planner) and self._fetcher.ahead else None
         self._now: _UnderWay | None = None
@@ -89,7 +102,7 @@ class PlannedReader(Stage[PlannedBatch, RoutedBatch]):
         """Forget the windows under way."""
         for window in (self._now, self._following):
             if window is not None:
-                window.pending.cancel()
+                window.samples.cancel()
         self._now = self._following = None
 
     def set_epoch(self, epoch: int) -> None:
@@ -110,7 +123,7 @@ class PlannedReader(Stage[PlannedBatch, RoutedBatch]):
         kept: list[int] = []
         rows: list[list[Any]] = []
         for row in mine.rows:
-            values = window.pending.take(len(row))
+            values = window.take(batch.window, row)
             checked = [self._checked(batch, i, value) for i, value in zip(row, values, strict=True)]
             readable = [k for k, value in enumerate(checked) if not isinstance(value, Unreadable)]
             rows.append([checked[k] for k in readable])
@@ -137,9 +150,14 @@ class PlannedReader(Stage[PlannedBatch, RoutedBatch]):
             m: MicroBatch.of(replace(batch, micro_batch=m), self.plane, self._config)
             for m in range(batch.micro_batch, place.count)
         }
-        samples = [i for mine in planned.values() for row in mine.rows for i in row]
+        positions = [i for mine in planned.values() for row in mine.rows for i in row]
+        indices = window.indices[positions].tolist()
         key = SeedKey(place.start.seed, place.start.epoch)
-        return _UnderWay(planned, self._fetcher.submit(window.indices[samples].tolist(), key))
+        if window.parts is None:
+            return _UnderWay(planned, self._fetcher.submit(indices, key))
+        assert self._explode is not None, "only explode opens samples"
+        pending = self._fetcher.submit(list(dict.fromkeys(indices)), key)
+        return _UnderWay(planned, OpenedSamples(pending, self._explode))
 
     def _checked(self, batch: PlannedBatch, sample: int, value: Any) -> Any:
         """``value``, or `Unreadable` where that is skipped."""
@@ -159,8 +177,10 @@ class PlannedReader(Stage[PlannedBatch, RoutedBatch]):
                 return Unreadable(error)
             raise SampleError(f"sample {index}: {type(error).__name__}: {error}", index) from error
         if tokens != planned:
+            parts = batch.window.parts
+            document = "" if parts is None else f"document {parts[sample, 0]} of "
             raise SampleError(
-                f"sample {index} has {tokens} tokens, its metadata says {planned}: the rows were planned for another "
+                f"{document}sample {index} has {tokens} tokens, its metadata says {planned}: the rows were planned for another "
                 "length. Compute the metadata from the dataset as it is now.",
                 index,
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,8 +18,9 @@ from evenstep.comm.plans import SharedPlan, compare_plan, send_plan
 from evenstep.config import LoaderConfig
 from evenstep.cursor import next_epoch_state
 from evenstep.nodes.balance import Balance
-from evenstep.nodes.items import GatheredWindow, Place, PlannedBatch, Window
-from evenstep.nodes.metadata_gather import MetadataGather, announce
+from evenstep.nodes.items import GatheredWindow, Place, PlannedBatch
+from evenstep.nodes.known_windows import KnownWindows
+from evenstep.nodes.metadata_gather import MetadataGather
 from evenstep.nodes.stage import Stage, call, upstream
 from evenstep.plan import Plan, plan_window, reference_layout
 
@@ -27,15 +28,6 @@ __all__ = ["Planner"]
 
 _KEPT_PLANS = 64  # for whoever asks how balanced the last batches were; more are never in flight
 _SOME_PLAN = 1  # stands for the digest where balance groups have plans of their own
-
-
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """A window whose metadata was known, and its plan, or why there is none."""
-
-    read: Window
-    window: GatheredWindow
-    shared: SharedPlan | Exception
 
 
 class Planner(Stage[Any, PlannedBatch]):
@@ -57,11 +49,10 @@ class Planner(Stage[Any, PlannedBatch]):
         self.plane = plane
         self.balances: deque[Balance] = deque(maxlen=_KEPT_PLANS)
         self._config = config
-        self._gathered = any(isinstance(node, MetadataGather) for node in upstream(source))
+        gathered = any(isinstance(node, MetadataGather) for node in upstream(source))
+        self._known = None if gathered else KnownWindows(source, plane, config, self._share)
         self._pending: deque[PlannedBatch] = deque()
         self._state: dict[str, Any] | None = None
-        self._digest = 0  # of the last plan, where every rank makes its own
-        self._ahead: _Known | Exception | None = None  # the next window, which only this rank has planned
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
         """Go to ``initial_state``, or to the epoch after the last micro-batch handed out; its source is ahead of it."""
@@ -74,8 +65,8 @@ class Planner(Stage[Any, PlannedBatch]):
         self._pending.clear()
         self.balances.clear()
         self._state = None
-        self._digest = 0
-        self._ahead = None
+        if self._known is not None:
+            self._known.clear()
 
     def get_state(self) -> dict[str, Any]:
         """The cursor after the last micro-batch handed out."""
@@ -106,18 +97,12 @@ class Planner(Stage[Any, PlannedBatch]):
         Nobody else hears of it before its turn, so that its header tells all that has gone wrong until then. None
         where the next plan is not this rank's alone to make, and at the end of the stream.
         """
-        if self._gathered or self._state is None:
+        if self._known is None or self._state is None:
             return None
-        if self._ahead is None:
-            try:
-                self._ahead = self._known()
-            except StopIteration:
-                self._ahead = StopIteration()  # without the frames that the one just caught would keep
-            except Exception as error:
-                self._ahead = error
-        if isinstance(self._ahead, Exception) or isinstance(self._ahead.shared, Exception):
+        planned = self._known.peek()
+        if planned is None:
             return None
-        window, shared = self._ahead.window, self._ahead.shared
+        window, shared = planned
         window = replace(window, place=_resolved(window.place, shared))
         return PlannedBatch(window, shared.assignment, 0, self._told_digest(shared))
 
@@ -126,11 +111,11 @@ class Planner(Stage[Any, PlannedBatch]):
         return shared.digest if topology.dp_size == topology.balance_group_size else _SOME_PLAN
 
     def _plan_next(self) -> list[PlannedBatch]:
-        if self._gathered:
+        if self._known is None:
             window: GatheredWindow = next(self.source)
             shared = call("planning", self._share, window)
         else:
-            window, shared = self._announced()
+            window, shared = self._known.announced()
         place, digest, count = window.place, self._told_digest(shared), shared.micro_batches
         if place.skip and (digest != place.plan or place.skip >= count):
             return self._begin_again(place)
@@ -156,46 +141,6 @@ class Planner(Stage[Any, PlannedBatch]):
         self.source.reset(place.begin())
         return []
 
-    def _announced(self) -> tuple[GatheredWindow, SharedPlan]:
-        """A window whose metadata every rank knows: only the status header is exchanged."""
-        taken: list[_Known] = []
-
-        def pull() -> Window:
-            ahead, self._ahead = self._ahead, None
-            if isinstance(ahead, Exception):
-                raise ahead
-            taken.append(self._known() if ahead is None else ahead)
-            return taken[0].read
-
-        announce(pull, self.plane, plan=self._digest)
-        known = taken[0]
-        if isinstance(known.shared, Exception):
-            raise known.shared
-        self._digest = known.shared.digest  # which the next header compares
-        return known.window, known.shared
-
-    def _known(self) -> _Known:
-        """The next window and its plan, from what this rank knows; what fails in planning is raised in its turn."""
-        read: Window = next(self.source)
-        topology, place = self.plane.topology, read.place
-        loss = read.columns.known_loss_tokens()
-        whole = place.count == place.total and topology.balance_group_size == topology.dp_size
-        whole = whole and self._config.on_sample_error == "raise"  # else a sample may be missing
-        window = GatheredWindow(
-            place=place,
-            columns=read.columns,
-            holders=None,
-            indices=read.indices,
-            local={},
-            owners=read.owners,
-            step_loss_tokens=loss if whole and loss >= 0 else None,
-            counts=read.counts,
-        )
-        try:
-            return _Known(read, window, call("planning", self._share, window))
-        except Exception as error:
-            return _Known(read, window, error)
-
     def _share(self, window: GatheredWindow) -> SharedPlan:
         group = self.plane.balance
         assert group is not None
@@ -203,7 +148,7 @@ class Planner(Stage[Any, PlannedBatch]):
         def make() -> Plan:
             return self._plan(window)
 
-        if len(group.ranks) == 1 or not self._gathered:  # where all know everything, nothing is sent
+        if len(group.ranks) == 1 or self._known is not None:  # where all know everything, nothing is sent
             return SharedPlan.of(make())
         if not self._config.broadcast_plan:
             return compare_plan(group, make)

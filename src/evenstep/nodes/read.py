@@ -19,7 +19,7 @@ from evenstep.errors import SampleError
 from evenstep.nodes.describe import EMPTY, Described, Describer, cut_documents, oversized_message
 from evenstep.nodes.fetch import Fetcher, InlineFetcher, ThreadFetcher, Unreadable
 from evenstep.nodes.items import Counts, Place, Window
-from evenstep.nodes.known import KnownMetadata
+from evenstep.nodes.known import KnownMetadata, open_table
 from evenstep.nodes.stage import call
 from evenstep.nodes.worker_processes import ProcessFetcher
 from evenstep.packing import LossCounter, count_loss_tokens
@@ -182,19 +182,27 @@ class SampleReader:
     ) -> Window:
         """The same window from lengths known ahead: nothing is read."""
         table = metadata.take(indices)
+        parts = None
+        if self._explode is not None:
+            sample, parts, table = open_table(table)
+            order = order[sample] * _DOCUMENTS + parts[:, 0]
+            indices, rows, owners = indices[sample], rows[sample], owners[sample]
         over = table.tokens > self._config.seq_len
         if over.any():
             table = _clip(table, indices, self._config)
         truncated = int(over.sum()) if self._config.oversized == "truncate" else 0
         kept = np.flatnonzero(table.tokens > 0)
-        if len(kept) < len(indices):
+        dropped = len(indices) - len(kept)
+        if dropped:
             if self._config.empty == "error":
                 index = int(indices[np.flatnonzero(table.tokens == 0)[0]])
                 raise SampleError(f"sample {index}: {EMPTY}", index)
             table, order, rows = table.take(kept), order[kept], rows[kept]
+            indices, owners = indices[kept], owners[kept]
+            parts = None if parts is None else parts[kept]
         columns = make_columns(table, order, rows, self._cost, self._config)
-        counts = Counts(dropped=len(indices) - len(kept), truncated=truncated)
-        return Window(place, columns, indices[kept], [], counts, owners[kept])
+        counts = Counts(dropped=dropped, truncated=truncated)
+        return Window(place, columns, indices, [], counts, owners, parts)
 
 
 def _clip(table: MetadataTable, indices: Ints, config: LoaderConfig) -> MetadataTable:
