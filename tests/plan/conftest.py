@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 from hypothesis import strategies as st
 
-from evenstep.plan import PackingConstraints
+from evenstep.plan import PackingConstraints, Plan, plan_window
 
 
 @dataclass
@@ -132,3 +132,15 @@ def real_lengths(seed: int, rows: int, seq_len: int, fill: float) -> npt.NDArray
 @pytest.fixture(scope="session")
 def draw_lengths() -> Callable[..., npt.NDArray[np.int64]]:
     return real_lengths
+
+
+@pytest.fixture(scope="session")
+def make_plan() -> Callable[..., Plan]:
+    """`plan_window` with a cost per token and two ranks, two micro-batches, one row of 100 tokens unless told."""
+
+    def make(tokens: Any, costs: Any = None, **changes: Any) -> Plan:
+        arguments: dict[str, Any] = {"dp_size": 2, "micro_batches": 2, "rows": 1}
+        arguments |= {"constraints": PackingConstraints(100)} | changes
+        return plan_window(tokens, np.asarray(tokens, dtype=float) if costs is None else costs, **arguments)
+
+    return make

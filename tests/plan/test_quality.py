@@ -1,0 +1,116 @@
+"""How even plans are: giants, nearly full rows, steps, stages, and windows that are hardly any."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from evenstep.plan import (
+    Objective,
+    PackingConstraints,
+    Plan,
+    imbalance,
+    lower_bound,
+    plan_window,
+    sum_of_makespans,
+)
+
+
+def test_giants_stand_side_by_side(make_plan: Callable[..., Plan]) -> None:
+    tokens = np.array([90, 90] + [30] * 9)
+    costs = np.array([900.0, 900.0] + [100.0] * 9)
+    plan = make_plan(tokens, costs, micro_batches=3)
+    assert plan.micro_batch_of[0] == plan.micro_batch_of[1]
+    assert plan.rank_of[0] != plan.rank_of[1]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_levels_come_close_to_the_bound(
+    draw_lengths: Callable[..., npt.NDArray[np.int64]], seed: int
+) -> None:
+    tokens = draw_lengths(seed, 256, 8192, 0.92)
+    costs = 24576.0 * tokens + tokens.astype(float) ** 2
+    arguments: dict[str, Any] = {
+        "dp_size": 32,
+        "micro_batches": 8,
+        "rows": 1,
+        "constraints": PackingConstraints(8192),
+    }
+    plan = plan_window(tokens, costs, **arguments)
+    assert sum_of_makespans(plan.loads) <= 1.01 * lower_bound(tokens, costs, **arguments)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_full_rows_are_repaired(draw_lengths: Callable[..., npt.NDArray[np.int64]], rows: int) -> None:
+    for seed in range(5):
+        tokens = draw_lengths(seed, 96, 8192, 0.98)
+        plan = plan_window(
+            tokens,
+            tokens,
+            dp_size=96 // rows,
+            micro_batches=1,
+            rows=rows,
+            constraints=PackingConstraints(8192),
+        )
+        assert np.bincount(plan.assignment, tokens).max() <= 8192
+
+
+def test_step_synchronisation_balances_sums(draw_lengths: Callable[..., npt.NDArray[np.int64]]) -> None:
+    tokens = draw_lengths(5, 64, 8192, 0.9)
+    costs = tokens.astype(float) ** 2
+    plan = plan_window(
+        tokens,
+        costs,
+        dp_size=8,
+        micro_batches=8,
+        rows=1,
+        constraints=PackingConstraints(8192),
+        objective=Objective(sync="step"),
+    )
+    per_rank = plan.loads.sum(axis=0)
+    assert per_rank.max() <= 1.001 * per_rank.mean()
+    assert np.bincount(plan.assignment, tokens).max() <= 8192
+
+
+def test_stages_are_balanced_one_by_one() -> None:
+    rng = np.random.default_rng(0)
+    images, text = rng.integers(0, 50, 400), rng.integers(1, 100, 400)
+    costs = np.stack([text, images * 3.0], axis=-1)
+    plan = plan_window(text, costs, dp_size=8, micro_batches=2, rows=1, constraints=PackingConstraints(2000))
+    only_sum = plan_window(
+        text, costs.sum(axis=1), dp_size=8, micro_batches=2, rows=1, constraints=PackingConstraints(2000)
+    )
+    summed = np.zeros_like(plan.loads)
+    np.add.at(summed, (only_sum.micro_batch_of, only_sum.rank_of), costs)
+    assert plan.loads.shape == (2, 8, 2)
+    assert sum_of_makespans(plan.loads) < sum_of_makespans(summed)
+    assert imbalance(plan.loads) < 1.02
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "lpt", "levels", "refine"])
+@pytest.mark.parametrize("objective", [Objective(), Objective(sync="step"), Objective(kind="balance")])
+def test_degenerate_windows(algorithm: Any, objective: Objective) -> None:
+    common: dict[str, Any] = {"objective": objective, "constraints": PackingConstraints(1000)}
+    shapes: list[dict[str, Any]] = [
+        {"tokens": [], "costs": []},
+        {"tokens": [7], "costs": [0.0]},
+        {"tokens": [7], "costs": [3.0], "dp_size": 1, "micro_batches": 1},
+        {"tokens": [0, 0, 0], "costs": [0.0, 1.0, 0.0]},
+        {"tokens": [5] * 40, "costs": [1.0] * 40},
+        {"tokens": [5] * 40, "costs": [0.0] * 40, "rows": 3},
+        {"tokens": [5] * 40, "costs": [1e308] * 40},
+        {"tokens": [5] * 40, "costs": [5e-324] * 40},
+        {"tokens": [1] * 9, "costs": [1.0] * 9, "dp_size": 300, "micro_batches": 2},
+        {"tokens": [5] * 20, "costs": np.zeros((20, 2))},
+    ]
+    for shape in shapes:
+        size = len(shape["tokens"])
+        base: dict[str, Any] = {"dp_size": 4, "micro_batches": 2, "rows": 1} | common | shape
+        plan = plan_window(algorithm=algorithm, reference=np.zeros(size, dtype=np.int32), **base)
+        assert len(plan.assignment) == size
+        assert plan.loads.shape[:2] == (base["micro_batches"], base["dp_size"])
+        assert plan.decision.explain()
