@@ -54,12 +54,14 @@ def test_packs_of_the_host_are_of_like_size_and_of_a_device_one(sizes: list[int]
     assert len(Layout([TensorKind(torch.uint8, 1, "npu")] * len(sizes), shapes).groups[1].packs) == 1
 
 
-def test_twelve_equal_tensors_of_16_mib_make_four_packs_of_three() -> None:
-    tensors = kinds(*["cpu"] * 12)
-    packs = Layout(tensors, [[16384 * KIB // 12 // 8]] * 12).host.packs
-    assert [[leaf for leaf, _, _ in pack.leaves] for pack in packs] == [
-        [0, 1, 2],
-        [3, 4, 5],
-        [6, 7, 8],
-        [9, 10, 11],
-    ]
+def test_twelve_tensors_just_too_small_to_travel_alone_make_three_packs_of_four() -> None:
+    layout = Layout(kinds(*["cpu"] * 12), [[DIRECT_BYTES // 8 - 1]] * 12)
+    packs = [[leaf for leaf, _, _ in pack.leaves] for pack in layout.host.packs]
+    assert packs == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    assert layout.host.direct == []
+
+
+def test_twelve_tensors_of_16_mib_in_all_travel_alone() -> None:
+    layout = Layout(kinds(*["cpu"] * 12), [[16384 * KIB // 12 // 8]] * 12)
+    assert layout.host.packs == []
+    assert [leaf for leaf, _ in layout.host.direct] == list(range(12))

@@ -18,7 +18,7 @@ from evenstep.comm.simulated import SimulatedGroup
 from evenstep.errors import RemoteRankError
 from evenstep.testing import run_ranks
 
-SIZES = [1, 3 << 20, 64, 1 << 20, 5, 1 << 21, 1, 7, 1 << 16]
+SIZES = [1, 3 << 20, 64, 1 << 20, 5, 1 << 21, 1, 7, 1 << 16] * 2
 
 
 def group(seconds: float = 20.0) -> ProcessGroupCommunicator:
@@ -52,11 +52,11 @@ def several(rank: int) -> tuple[list[bool], int, int, dict[str, int]]:
 
     def made() -> Iterator[torch.Tensor]:
         for number, nbytes in enumerate(SIZES):
-            buffers.append(torch.full((nbytes,), number if rank == 1 else 255, dtype=torch.uint8))
+            buffers.append(torch.full((nbytes,), number % 9 if rank == 1 else 255, dtype=torch.uint8))
             yield buffers[-1]
 
     communicator.broadcast_all(made(), 1)
-    right = [bool((buffer == number).all()) for number, buffer in enumerate(buffers)]
+    right = [bool((buffer == number % 9).all()) for number, buffer in enumerate(buffers)]
     return right, flying, most, dict(communicator.calls)
 
 
@@ -65,7 +65,7 @@ def test_over_gloo_some_are_under_way_at_once_and_all_arrive() -> None:
     for right, flying, most, calls in run_ranks(several, 3):
         assert right == [True] * len(SIZES)
         assert flying == 0
-        assert 1 < most <= 4
+        assert 1 < most <= 12
         assert calls == {"broadcast": len(SIZES)}
 
 

@@ -14,7 +14,7 @@ __all__ = ["Group", "Layout", "Pack", "Shapes", "bytes_of"]
 
 Shapes = Sequence[Sequence[int]]
 
-DIRECT_BYTES = 1 << 21  # from here on one more broadcast costs less than copying into a packed buffer
+DIRECT_BYTES = 1 << 20  # from here on one more broadcast costs less than copying into a packed buffer
 PACK_BYTES = 1 << 22  # of host tensors: one pack is filled while the one before it travels
 _ALIGNMENT = 64
 
