@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from evenstep.comm import exchange as exchange_module
 from evenstep.comm.buffers import BufferPool
-from evenstep.comm.codec import PayloadCodec
+from evenstep.comm.codec import PayloadCodec, PickleCodec
 from evenstep.comm.exchange import Exchange, Moves, Stamp
 from evenstep.comm.plane import DataPlane
 from evenstep.errors import RemoteRankError, WireFormatError
@@ -116,6 +116,21 @@ def test_bytes_on_the_wire_are_those_that_move() -> None:
     assert few == moved_bytes(check_arrivals(2, routes + [(0, 0)] * 100))
     moves = make_moves(routes)
     assert moves.nbytes.sum() < few < moves.nbytes.sum() + 4096
+
+
+def test_a_codec_may_make_segments_of_any_length() -> None:
+    codec = PickleCodec()
+    samples = {i: {"text": "x" * i} for i in range(12)}
+    holders, targets = np.divmod(np.array([1, 2, 2, 3, 5, 6, 7, 1, 2, 3, 7, 5], dtype=np.int32), 3)
+    measures = np.array([codec.measure(samples[i]) for i in range(12)])
+    moves = Moves(np.arange(12), holders, targets, measures[:, 0], measures[:, 1])
+
+    def work(plane: DataPlane) -> Any:
+        assert plane.payload is not None
+        return Exchange(plane.payload, codec, BufferPool(), STAMP, moves, samples.__getitem__).run()
+
+    for rank, got in enumerate(SimulatedWorld(3).run(work)):
+        assert got == {i: samples[i] for i in np.flatnonzero(targets == rank).tolist()}
 
 
 def outcomes(work: Callable[[DataPlane], Any], ranks: int = 2) -> list[Any]:
