@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import re
-import signal
 import threading
 import time
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from evenstep import DataPlane, LoaderConfig, RemoteRankError, StepSampler, build_loader
+from evenstep import DataPlane, LoaderConfig, StepSampler, build_loader
 from evenstep.nodes import (
     Fetcher,
     InlineFetcher,
@@ -220,33 +219,6 @@ def test_workers_end_when_their_reader_is_closed_or_forgotten() -> None:
         while names() and time.monotonic() < deadline:
             time.sleep(0.01)
         assert names() == []
-
-
-class Dying:
-    def __len__(self) -> int:
-        return 32
-
-    def __getitem__(self, index: int) -> Any:
-        if index == 9:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return {"input_ids": torch.arange(4)}
-
-
-def test_a_dead_worker_is_named_with_its_exit_code_on_every_rank() -> None:
-    def rank(plane: DataPlane) -> None:
-        config = LoaderConfig(seq_len=8, num_workers=1, worker="process")
-        sampler = StepSampler(32, global_batch_size=8, order="sequential")
-        with build_loader(Dying(), plane, config, sampler=sampler) as loader:
-            for _ in loader:
-                pass
-
-    for outcome in SimulatedWorld(2).outcomes(rank):
-        assert isinstance(outcome, RemoteRankError)
-        told = re.sub(r"pid \d+", "pid N", outcome.error_message)
-        assert told == (
-            "worker process 0 (pid N) that reads samples died with exit code -9, and the samples it was reading with it. "
-            "A negative code is the signal that ended it: -9 is mostly a lack of memory, -11 a crash in a library."
-        )
 
 
 class Told(InlineFetcher):

@@ -113,7 +113,7 @@ class WindowReader(BaseNode[Window], Watched):
         """Pass a new epoch on to what the samples come from."""
         for target in self.targets():
             pass_epoch_on(target, epoch)
-        if self._fetcher is not None:
+        if self._fetcher is not None and callable(getattr(self.dataset, "set_epoch", None)):
             self._fetcher.renew()
 
     def close(self) -> None:
