@@ -208,7 +208,7 @@ class TestDeviceMemory:
     def test_without_a_way_to_count_all_memory_counts_as_held(
         self, recorded: list[tuple[int, Any]], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("evenstep.device._use_count", None)
+        monkeypatch.setattr("evenstep.device.memory._use_count", None)
         memory = DeviceMemory([torch.empty(1, device="meta")])
         memory.give_up_shared("s")
         assert recorded == [(1, "s")]

@@ -13,7 +13,7 @@ import torch
 
 import evenstep.build
 import evenstep.comm.batch_tensors
-import evenstep.device
+import evenstep.device.streams
 import evenstep.nodes.caller_prefetch
 import evenstep.nodes.device_prefetch
 import evenstep.nodes.model_broadcast
@@ -88,7 +88,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: tensor.numel() > 0)
     for user in (
-        evenstep.device,
+        evenstep.device.streams,
         evenstep.nodes.device_prefetch,
         evenstep.nodes.caller_prefetch,
         evenstep.nodes.model_broadcast,
