@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,8 @@ import pytest
 from evenstep.bench import plan
 from evenstep.bench.lengths import LONG_CONTEXT, draw_from
 from evenstep.bench.plan_cases import CASES
-from evenstep.bench.plan_peers import PEERS, heap_lpt, karmarkar_karp
+from evenstep.bench.plan_figure import save_growth
+from evenstep.bench.plan_peers import PEERS, heap_lpt, karmarkar_karp, optional_peers
 
 
 def test_named_case() -> None:
@@ -32,8 +35,20 @@ def test_no_peer_is_better(name: str) -> None:
 
 
 def test_nearly_full_rows_are_packed() -> None:
-    for name in ("lognormal-98", "lognormal-98-dp8"):
-        assert plan.compare(CASES[name], range(20), {})["fallbacks"] == 0
+    for name in ("lognormal-98", "lognormal-98-dp8", "planted-2", "planted-3", "planted-4"):
+        result = plan.compare(CASES[name], range(20), {})
+        assert result["fallbacks"] == 0
+        assert result["unpackable"] <= 1
+
+
+@pytest.mark.parametrize("documents", [2, 3, 4])
+def test_planted_rows_are_a_packing(documents: int) -> None:
+    case = CASES[f"planted-{documents}-dp32"]
+    window = case.draw(0)
+    assert window.reference is not None
+    rows = np.bincount(window.reference, window.tokens, minlength=case.rows)
+    assert (rows == int(0.98 * case.seq_len)).all()
+    assert (np.bincount(window.reference) == documents).all()
 
 
 @pytest.mark.parametrize("name", ["named", "dp8"])
@@ -68,6 +83,52 @@ def test_a_failing_peer_is_reported() -> None:
     assert result["failed_peers"] == {"broken": "RuntimeError: no plan today"}
 
 
+def test_an_installed_library_that_cannot_be_used_is_reported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "binpacking.py").write_text("raise RuntimeError('built for another machine')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "binpacking", raising=False)
+    found, failed = optional_peers()
+    assert "binpacking" not in found
+    assert failed["binpacking"] == "RuntimeError: built for another machine"
+
+
+def test_a_better_peer_fails_the_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def cheat(tokens: Any, costs: Any, rows: int, seq_len: int) -> Any:
+        monkeypatch.setattr("evenstep.bench.plan_measures._peer_score", lambda *_: 1.0)
+        return heap_lpt(tokens, costs, rows, seq_len)
+
+    monkeypatch.setattr(plan, "optional_peers", lambda: ({"cheat": cheat}, {}))
+    parser = argparse.ArgumentParser()
+    plan.add_arguments(parser)
+    few = ["--draws", "1", "--cases", "dp8", "--parts", "quality"]
+    assert plan.run(parser.parse_args(few)) == 1
+    assert "1 windows of 1 cases, 5 peers: a peer beats auto in dp8; 0 fallbacks" in capsys.readouterr().out
+
+
+def test_growth_is_drawn(tmp_path: Path) -> None:
+    points = [
+        {
+            "samples": n,
+            "rows": n // 61,
+            "heap_lpt_seconds": n / 9e6,
+            "lpt_seconds": n / 5e6,
+            "auto_seconds": n / 2e6,
+        }
+        for n in (3904, 62464, 999424)
+    ]
+    for name in ("growth.svg", "again.svg", "growth.png"):
+        save_growth(points, "a processor, 2 usable cores, python 3", tmp_path / name)
+    drawn = (tmp_path / "growth.svg").read_text()
+    assert "999,424 samples into 16,384 rows: 0.5 s" in drawn
+    assert "a processor, 2 usable cores" in drawn
+    assert drawn == (tmp_path / "again.svg").read_text()
+    assert (tmp_path / "growth.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_speed_and_interference_are_measured() -> None:
     fast = plan.speed(0, repeats=3)
     assert fast["lpt_ratio"] < 6
@@ -83,5 +144,6 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     assert "dp8: " in text
     assert "cost 24576 L + L^2" in text
+    assert "1 windows of 1 cases, 4 peers: no peer beats auto within the limit; 0 fallbacks" in text
     assert plan.run(parser.parse_args([*few, "--json", "--parts", "quality"])) == 0
     assert json.loads(capsys.readouterr().out)["quality"][0]["fallbacks"] == 0

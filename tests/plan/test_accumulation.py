@@ -32,3 +32,11 @@ def test_fewer_micro_batches_than_the_reference_are_found(make_plan: Callable[..
     plan = make_plan(tokens, reference=reference, micro_batches=None)
     assert (needed, plan.micro_batches) == (4, 2)
     assert plan.decision.reason == "refine needs 2 micro-batches instead of 4."
+
+
+def test_fewer_micro_batches_than_a_greedy_packer_needs_are_found(make_plan: Callable[..., Plan]) -> None:
+    # Best-fit decreasing opens a third row for the 2: 5 + 4, 3 + 3 + 3.
+    limits = PackingConstraints(10)
+    plan = make_plan([5, 4, 3, 3, 3, 2], dp_size=1, micro_batches=None, constraints=limits)
+    assert plan.micro_batches == 2
+    assert sorted(plan.loads.reshape(-1).tolist()) == [10.0, 10.0]

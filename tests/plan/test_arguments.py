@@ -6,10 +6,11 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from evenstep.errors import Infeasible
-from evenstep.plan import Plan
+from evenstep.plan import PackingConstraints, Plan
 
 
 @pytest.mark.parametrize(
@@ -56,6 +57,16 @@ from evenstep.plan import Plan
             "costs[1, 1] is -2.0, expected a finite number >= 0",
         ),
         (
+            {"costs": ["a", "b", "c"]},
+            TypeError,
+            "costs is <U1 of shape (3,), expected numbers of shape [n] or [n, stages]",
+        ),
+        (
+            {"costs": np.zeros((3, 0))},
+            ValueError,
+            "costs has no stages (shape (3, 0)), expected at least one",
+        ),
+        (
             {"tokens": [1, -2, 3]},
             ValueError,
             "tokens[1] is -2, expected an integer >= 0",
@@ -92,3 +103,12 @@ def test_no_packing_names_the_sample_and_the_constraint(make_plan: Callable[...,
     )
     with pytest.raises(Infeasible, match=f"^{re.escape(message)}$"):
         make_plan([51, 56, 51, 51, 51])
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "lpt", "levels", "refine"])
+def test_no_packing_under_several_limits_is_an_error(make_plan: Callable[..., Plan], algorithm: str) -> None:
+    limits = PackingConstraints(100, max_segments=3)
+    with pytest.raises(
+        Infeasible, match=r"^no packing was found for 5 samples in 4 rows: they fill seq_len to 65.0%"
+    ):
+        make_plan([51, 56, 51, 51, 51], constraints=limits, algorithm=algorithm, holders=[0, 1, 0, 1, 0])

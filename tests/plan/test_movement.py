@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 from hypothesis import HealthCheck, given, settings
 
 from evenstep.plan import (
@@ -19,8 +20,10 @@ from evenstep.plan import (
     sum_of_makespans,
 )
 from evenstep.plan.grouping import like_costs_per_rank
+from evenstep.plan.matching import match_holders
 from evenstep.plan.polish import polish_at_home
 from evenstep.plan.problem import Problem, integer_costs
+from evenstep.plan.refine import refine
 
 
 def test_ranks_keep_what_they_hold(make_plan: Callable[..., Plan]) -> None:
@@ -112,3 +115,38 @@ def test_an_exchange_must_be_worth_leaving_home() -> None:
     dear = polish_at_home(problem, holders.copy(), 0, holders, costs * 10.0)
     assert problem.makespans(cheap) == 70
     assert dear.tolist() == holders.tolist()
+
+
+def test_matching_ends_after_a_few_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Slots hold what ranks 1, 2, 0 hold; greedily rank 1 stays and two exchanges would follow.
+    monkeypatch.setattr("evenstep.plan.matching._SWAP_ROUNDS", 0)
+    costs = np.array([5, 4, 3])
+    problem = Problem(
+        costs=costs[None],
+        work=costs,
+        weights=np.array([[1, 1, 1]]),
+        limits=np.array([1]),
+        groups=1,
+        ranks=3,
+        rows=1,
+        reference=None,
+    )
+    row = match_holders(problem, np.array([0, 1, 2]), np.array([1, 2, 0]), np.array([5, 4, 3]))
+    assert sorted(row.tolist()) == [0, 1, 2]
+    assert row.tolist() == [1, 2, 0]
+
+
+def test_a_sample_without_room_anywhere_is_left_to_repair() -> None:
+    tokens = np.array([6, 6, 5, 3])
+    problem = Problem(
+        costs=tokens[None],
+        work=tokens,
+        weights=tokens[None],
+        limits=np.array([10]),
+        groups=1,
+        ranks=2,
+        rows=1,
+        reference=None,
+    )
+    row = refine(problem, np.arange(4), np.array([0, 0, 1, 1]), np.array([10]))
+    assert row.tolist() == [0, 1, -1, 1]

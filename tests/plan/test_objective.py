@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from evenstep.plan import Objective, efficiency, fill, imbalance, sum_of_makespans, sum_of_means
+from evenstep.plan import Objective, Plan, efficiency, fill, imbalance, sum_of_makespans, sum_of_means
 
 
 def test_metrics_agree_with_their_definitions() -> None:
@@ -42,3 +43,11 @@ def test_scores_of_objectives() -> None:
     assert Objective(sync="step").score(loads) == 5 + 5
     variations = [1 / 9, 0.0, 1 / 4, 1 / 9]
     assert Objective(kind="balance").score(loads) == pytest.approx(np.mean(variations))
+
+
+def test_a_plan_says_where_each_sample_is_and_how_even_it_is(make_plan: Callable[..., Plan]) -> None:
+    plan = make_plan([60, 50, 40, 30, 20], dp_size=2, micro_batches=1, rows=3)
+    assert (plan.imbalance, plan.efficiency) == (imbalance(plan.loads), efficiency(plan.loads))
+    flat = (plan.micro_batch_of * 2 + plan.rank_of) * 3 + plan.row_of
+    np.testing.assert_array_equal(flat, plan.assignment)
+    assert plan.row_of.max() <= 2

@@ -77,3 +77,16 @@ def test_a_left_over_sample_is_placed_by_a_swap() -> None:
     row = np.array([0, 0, 1, 1, -1])
     assert place_left_over(weights, np.array([10]), row, 2)
     assert np.bincount(row, weights[0]).max() <= 10
+
+
+def test_a_left_over_sample_takes_the_tightest_row_with_room() -> None:
+    weights = np.array([[6, 3, 4]])
+    row = np.array([0, 1, -1])
+    assert place_left_over(weights, np.array([10]), row, 2)
+    assert row.tolist() == [0, 1, 0]
+
+
+def test_a_window_that_is_too_small_is_not_repaired() -> None:
+    weights, row = np.full((1, 40), 10), np.full(40, -1)
+    assert not place_left_over(weights, np.array([10]), row, 20)
+    assert (row == -1).all()

@@ -114,3 +114,22 @@ def test_degenerate_windows(algorithm: Any, objective: Objective) -> None:
         assert len(plan.assignment) == size
         assert plan.loads.shape[:2] == (base["micro_batches"], base["dp_size"])
         assert plan.decision.explain()
+
+
+def test_many_slots_are_evened_out_too() -> None:
+    tokens = np.random.default_rng(0).integers(1, 1000, 42_000)
+    arguments: dict[str, Any] = {"dp_size": 1000, "micro_batches": 1, "rows": 1}
+    arguments["constraints"] = PackingConstraints(1 << 20)
+    plan = plan_window(tokens, tokens, **arguments)
+    simple = plan_window(tokens, tokens, algorithm="lpt", **arguments)
+    assert plan.imbalance < simple.imbalance
+    assert plan.imbalance < 1.0005
+
+
+def test_several_limits_are_planned_from_the_reference(make_plan: Callable[..., Plan]) -> None:
+    # Full in both limits: no greedy rule finds a packing, and rows are searched for one limit only.
+    tokens = [44, 31, 25, 43, 29, 28, 39, 33, 28, 37, 36, 27]
+    limits = PackingConstraints(100, max_segments=3)
+    plan = make_plan(tokens, reference=np.repeat([0, 1, 2, 3], 3), constraints=limits)
+    assert np.bincount(plan.assignment).tolist() == [3, 3, 3, 3]
+    assert np.bincount(plan.assignment, tokens).max() <= 100

@@ -52,10 +52,10 @@ def _search(sizes: list[int], cap: int, rows: int, waste: int, nodes: int) -> li
     stack: list[tuple[list[int], int, Iterator[list[int]]]] = []
     chosen: list[list[int]] = []
     while left:
-        if len(stack) < rows:
-            words -= len(left) * (cap // 64 + 1)
-            inside = [sizes[place] for place in left]
-            stack.append((left, waste, _completions(inside, cap, waste)))
+        assert len(stack) < rows, "completed rows leave no more than may stay free"
+        words -= len(left) * (cap // 64 + 1)
+        inside = [sizes[place] for place in left]
+        stack.append((left, waste, _completions(inside, cap, waste)))
         while stack:
             left, waste, completions = stack[-1]
             del chosen[len(stack) - 1 :]

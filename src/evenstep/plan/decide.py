@@ -150,15 +150,20 @@ def _nothing_fits(window: Window, problem: Problem, failures: Mapping[str, str])
     tightest = int(np.argmax(used / np.maximum(window.limits * rows, 1)))
     name, limit = window.names[tightest], int(window.limits[tightest])
     failed = "; ".join(f"{algorithm}: {why}" for algorithm, why in sorted(failures.items()))
+
+    def told(units: int) -> str:
+        budget = (window.constraints.budgets or {}).get(name)
+        return str(units) if budget is None else f"{units * (budget / max(limit, 1)):.12g}"
+
     if int(used[tightest]) > limit * rows:
         return Infeasible(
-            f"{window.size} samples need {int(used[tightest])} of {name} and the {rows} rows of this window hold "
-            f"{limit * rows}: no packing exists. Plan fewer samples, or more micro-batches or rows"
+            f"{window.size} samples need {told(int(used[tightest]))} of {name} and the {rows} rows of this window hold "
+            f"{told(limit * rows)}: no packing exists. Plan fewer samples, or more micro-batches or rows"
         )
     largest = int(window.weights[tightest].argmax())
     return Infeasible(
         f"no packing was found for {window.size} samples in {rows} rows: they fill {name} to "
         f"{int(used[tightest]) / (limit * rows):.1%}, and sample {largest} alone takes "
-        f"{int(window.weights[tightest, largest])} of {limit} ({failed}). Plan more micro-batches or rows, "
+        f"{told(int(window.weights[tightest, largest]))} of {told(limit)} ({failed}). Plan more micro-batches or rows, "
         f"or raise the limit"
     )

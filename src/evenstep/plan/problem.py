@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from evenstep.budget import budget_units, units_of
 from evenstep.errors import Infeasible
 from evenstep.plan.constraints import PackingConstraints
 
@@ -131,10 +132,9 @@ def row_weights(
     if policy == "truncate":
         columns = [np.minimum(tokens, constraints.seq_len)]
     for name, limit in sorted((constraints.budgets or {}).items()):
-        column, integer_limit = _integer_budget(features[name], float(limit))
         names.append(name)
-        columns.append(column)
-        limits.append(integer_limit)
+        columns.append(units_of(features[name], float(limit)))
+        limits.append(budget_units(float(limit)))
     if constraints.max_segments is not None:
         names.append("max_segments")
         columns.append(np.ones(len(tokens), dtype=np.int64))
@@ -148,15 +148,6 @@ def row_weights(
         raise _oversized(sample, names[limit_index], tokens, features, constraints)
     # Alone in its row: it fills the row in every limit, whatever it really takes.
     return np.where(over.any(axis=0), bounds[:, None], weights), bounds, tuple(names)
-
-
-def _integer_budget(feature: npt.NDArray[Any], limit: float) -> tuple[Int, int]:
-    """A budget in integers: exact for integers, rounded to the safe side at about 40 bits otherwise."""
-    if limit == np.floor(limit) < 2**40 and bool((feature == np.floor(feature)).all()):
-        return np.minimum(feature, 2.0**40).astype(np.int64), int(limit)
-    shift = 40 - int(np.frexp(limit)[1]) if limit > 0 else 0
-    scaled = np.ceil(np.ldexp(feature, shift))
-    return np.minimum(scaled, 2.0**42).astype(np.int64), int(np.floor(np.ldexp(limit, shift)))
 
 
 def _oversized(

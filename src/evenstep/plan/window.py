@@ -135,8 +135,9 @@ class Window:
 
     def check_reference(self, micro_batches: int) -> None:
         """Refuse a reference layout with rows beyond ``micro_batches``."""
-        if self.reference is None or self.reference_micro_batches <= micro_batches:
+        if self.reference_micro_batches <= micro_batches:
             return
+        assert self.reference is not None, "no layout needs micro-batches"
         sample = int(self.reference.argmax())
         raise ValueError(
             f"reference[{sample}] is row {int(self.reference[sample])}, but the window has only "
