@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 import torch
 
 from evenstep import DataPlane, LoaderConfig, RemoteRankError, StepSampler, build_loader
+from evenstep.comm.header import OK, Header
+from evenstep.comm.process_group import ProcessGroupCommunicator
 from evenstep.testing import SimulatedWorld, assert_same, run_ranks, run_ranks_outcomes
 
 pytestmark = [
@@ -74,6 +77,32 @@ def test_real_ranks_get_what_simulated_ones_get(graph: str, options: dict[str, A
         return train(plane, plane.topology.rank, graph, {})
 
     assert_same(run_ranks(real, 2, graph, options), SimulatedWorld(2).run(simulated))
+
+
+def said(rank: int, window: int, workers: int) -> tuple[dict[str, int], int]:
+    """What a whole epoch with known lengths says to the other rank: collectives by name, and bytes."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    plane = DataPlane.from_mesh(init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
+    assert plane.payload is plane.balance
+    group = plane.payload
+    assert isinstance(group, ProcessGroupCommunicator)
+    config = LoaderConfig(seq_len=24, balance_window=window, num_workers=workers, host_prefetch=0)
+    sampler = StepSampler(len(LENGTHS), global_batch_size=4, seed=3)
+    with build_loader(Dataset(), plane, config, sampler=sampler, metadata=LENGTHS) as loader:
+        calls, sent = Counter(group.calls), group.sent_bytes.total()
+        assert sum(1 for _ in loader) == 8
+        return dict(Counter(group.calls) - calls), group.sent_bytes.total() - sent
+
+
+@pytest.mark.parametrize(("window", "windows"), [(1, 8), (2, 4)])
+def test_known_lengths_cost_one_header_a_window_and_not_a_byte_more(window: int, windows: int) -> None:
+    told = windows + 1  # the last header closes the epoch
+    header = Header(OK).pack().numel()
+    for workers in (0, 1):
+        for calls, sent in run_ranks(said, 2, window, workers):
+            assert calls == {"all_gather": told}
+            assert sent == told * header
 
 
 def dying(rank: int) -> None:
