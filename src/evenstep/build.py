@@ -88,8 +88,8 @@ def build_loader(
         sampler: Which samples make a step; equal on every rank. A `RankLocalBatchSampler` knows this rank's alone.
         metadata_fn: ``sample -> int | SampleMetadata``; default ``len(sample["input_ids"])``.
         metadata: Lengths known ahead: integers ``[len(dataset)]``, the path of an ``.npy`` file of them, a mapping of
-            columns (``"tokens"``, ``"loss_tokens"``, features by name), a sequence of `SampleMetadata`, or a
-            `MetadataTable`. Then each rank reads only the samples that it trains on, and no payload moves.
+            columns (``"tokens"``, ``"loss_tokens"``, features by name, ``"documents"`` with ``"document_offsets"``), a
+            sequence of `SampleMetadata`, or a `MetadataTable`. Then each rank reads only the samples that it trains on, and no payload moves.
         pack: ``(samples, seq_len) -> row``.
         collate: ``rows -> batch``.
         cost: Predicts the compute of samples; default `evenstep.cost.LinearQuadraticCost`.

@@ -162,6 +162,44 @@ def test_a_stop_anywhere_resumes_exactly(graph: str) -> None:
             assert_same(batches, expected, f"rank {rank} resumed after batch {cut}")
 
 
+@pytest.mark.parametrize("saved", ["online", "metadata"])
+@pytest.mark.parametrize("loaded", ["online", "metadata"])
+def test_a_state_goes_on_in_another_graph_on_another_number_of_ranks(saved: str, loaded: str) -> None:
+    lengths = [3, 9, 4, 16, 7, 2, 11, 5, 1, 8, 6, 13] * 3
+
+    def loader_of(plane: DataPlane, graph: str) -> Any:
+        return build_loader(
+            Dataset(lengths),
+            plane,
+            LoaderConfig(seq_len=SEQ_LEN, num_workers=1),
+            sampler=StepSampler(36, global_batch_size=12, seed=5),
+            metadata=lengths if graph == "metadata" else None,
+            pack=lambda samples, _: [int(sample["input_ids"][0]) // 100 for sample in samples],
+            collate=lambda rows: {"members": [k for row in rows if isinstance(row, list) for k in row]},
+        )
+
+    def members(batches: Any) -> list[tuple[int, int]]:
+        return [(batch["info"].step, k) for batch in batches for k in batch["members"]]
+
+    def begin(plane: DataPlane) -> tuple[Any, list[tuple[int, int]]]:
+        with loader_of(plane, saved) as loader:
+            for _ in range(6):
+                next(loader)
+            return loader.state_dict(), members(loader)
+
+    def go_on(plane: DataPlane, state: Any) -> list[tuple[int, int]]:
+        with loader_of(plane, loaded) as loader:
+            loader.load_state_dict(state)
+            return members(loader)
+
+    runs = SimulatedWorld(2).run(begin)
+    expected = sorted(member for _, part in runs for member in part)
+    assert [step for step, _ in expected] == [1] * 12 + [2] * 12
+    for ranks in (1, 3, 4):
+        parts = SimulatedWorld(ranks).run(go_on, runs[0][0])
+        assert sorted(member for part in parts for member in part) == expected
+
+
 def test_num_workers_changes_nothing() -> None:
     lengths = [3, 9, 4, 16, 7, 2, 11, 5]
     world = SimulatedWorld(2)
