@@ -77,7 +77,8 @@ def measure(
     The compute is a sleep: like a training step on an accelerator, it leaves the processor to the loader.
     ``stalled`` is the share of the whole time that the loop spent in ``next`` and in the hooks, without the first two
     windows, on the rank where it is largest. ``next_seconds`` and ``hook_seconds`` are its parts, per micro-batch;
-    ``loop_cpu_seconds`` is the processor time in them, ``worker_cpu_seconds`` that of the loader's thread.
+    ``loop_cpu_seconds`` is the processor time in them, ``worker_cpu_seconds`` that of the loader's thread, where it is
+    largest (on the rank that plans).
     ``pass_through_seconds`` is what `PinMemory` and `DevicePrefetch` add to a batch that stays on the CPU.
     """
     result: dict[str, Any] = {
@@ -93,6 +94,7 @@ def measure(
     for way in _WAYS:
         found = run_ranks(_rank, ranks, way, *arguments, timeout=600.0)
         result[way] = max(found, key=lambda one: one["stalled"])
+        result[way]["worker_cpu_seconds"] = max(one["worker_cpu_seconds"] for one in found)
     result["pass_through_seconds"] = _pass_through()
     return result
 
