@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from typing import Any, Literal, get_args, get_type_hints
 
+from evenstep.budget import checked_budgets
 from evenstep.plan import Objective, PackingConstraints
 from evenstep.shown import shown
 
@@ -136,23 +137,25 @@ class LoaderConfig:
                 f"balance_window={self.balance_window} with accumulation_steps='auto': the number of micro-batches is "
                 "only known once the whole step is planned. Leave balance_window at None."
             )
+        if self.budgets is not None:
+            object.__setattr__(self, "budgets", checked_budgets(self.budgets))
         self.constraints()
 
     def _check_ranks(self) -> None:
         """Backends and roles, also where one process never looks at them: the next mesh will."""
-        for name, value in (("backend", self.backend), ("payload_backend", self.payload_backend or "gloo")):
-            if value not in _BACKENDS:
+        for name, value in (("backend", self.backend), ("payload_backend", self.payload_backend)):
+            if value not in _BACKENDS and (name, value) != ("payload_backend", None):
                 raise ValueError(f"{name}={shown(value)}, expected one of {list(_BACKENDS)}")
         if self.planner_rank is not None:
             _check_count("planner_rank", self.planner_rank, 0, "a global rank or None")
         if self.balance_group_size not in (None, "node"):
             _check_count("balance_group_size", self.balance_group_size, 1, "an integer, 'node' or None")
         readers = self.reader_ranks
-        if readers not in (None, "all") and (isinstance(readers, str) or not _all_of(readers, int)):
+        if not (readers is None or (isinstance(readers, str) and readers == "all") or _all_of(readers, int)):
             raise TypeError(f"reader_ranks={shown(readers)}, expected None, 'all' or a tuple of global ranks")
         for name in ("dp_dims", "cpu_fields"):
             value = getattr(self, name)
-            if value is not None and not _all_of(value, str):
+            if not (_all_of(value, str) or (name == "dp_dims" and value is None)):
                 raise TypeError(f"{name}={shown(value)}, expected a tuple of names")
 
     def constraints(self) -> PackingConstraints:
@@ -160,7 +163,7 @@ class LoaderConfig:
         return PackingConstraints(
             self.seq_len,
             oversized=self.oversized,
-            budgets=dict(self.budgets or {}),
+            budgets=self.budgets,
             max_segments=self.max_segments,
         )
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
+
+from evenstep.budget import checked_budgets
 
 __all__ = ["PackingConstraints"]
 
@@ -22,7 +23,8 @@ class PackingConstraints:
         seq_len: Tokens that fit into a row; positive.
         oversized: What to do with a sample above a limit. ``"error"`` raises `Infeasible`, ``"single"`` gives it a
             row of its own, ``"truncate"`` counts it as ``seq_len`` tokens (a budget cannot be truncated).
-        budgets: Largest sum of a named feature in one row, for example ``{"patches": 16384}``.
+        budgets: Largest sum of a named feature in one row, for example ``{"patches": 16384}``; fractions count to
+            less than 2e-12 of the budget, so that ten times 0.1 fill 1.0.
         max_segments: Largest number of samples in one row; None means no limit.
 
     Raises:
@@ -44,15 +46,7 @@ class PackingConstraints:
             )
         if self.max_segments is not None:
             _check_count("max_segments", self.max_segments, "the samples that fit into a row, or None")
-        budgets = {} if self.budgets is None else dict(self.budgets)
-        for name, limit in budgets.items():
-            if isinstance(limit, bool) or not isinstance(limit, (int, float)):
-                raise TypeError(f"budgets[{name!r}] is {limit!r} ({type(limit).__name__}), expected a number")
-            if not math.isfinite(limit) or limit < 0:
-                raise ValueError(
-                    f"budgets[{name!r}] is {limit!r}, so no row could hold a sample; use a finite limit >= 0"
-                )
-        object.__setattr__(self, "budgets", MappingProxyType(budgets))
+        object.__setattr__(self, "budgets", MappingProxyType(checked_budgets(self.budgets)))
 
     def __reduce__(self) -> tuple[type[PackingConstraints], tuple[object, ...]]:
         return type(self), (self.seq_len, self.oversized, dict(self.budgets or {}), self.max_segments)

@@ -11,7 +11,6 @@ __all__ = ["RowLimits", "fill_empty_rows", "first_fit_decreasing", "longest_run"
 
 _I32 = npt.NDArray[np.int32]
 _I64 = npt.NDArray[np.int64]
-_F64 = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,16 +21,16 @@ class RowLimits:
         rows: Number of rows.
         seq_len: Tokens of a row.
         max_segments: Samples of a row at most; None means no limit.
-        budgets: Largest sums of further features in a row.
+        budgets: Largest sums of further features in a row, in units of `evenstep.budget`.
     """
 
     rows: int
     seq_len: int
     max_segments: int | None = None
-    budgets: tuple[float, ...] = ()
+    budgets: tuple[int, ...] = ()
 
 
-def first_fit_decreasing(lengths: _I64, limits: RowLimits, features: _F64 | None = None) -> _I32 | None:
+def first_fit_decreasing(lengths: _I64, limits: RowLimits, features: _I64 | None = None) -> _I32 | None:
     """The row of each sample, longest first into the first row with room; None if the rows do not suffice.
 
     Ties go by position.
@@ -39,7 +38,7 @@ def first_fit_decreasing(lengths: _I64, limits: RowLimits, features: _F64 | None
     Args:
         lengths: int64 ``[n]``, each in ``[1, seq_len]``.
         limits: The rows.
-        features: float64 ``[len(budgets), n]``, none above its budget; not needed without budgets.
+        features: int64 ``[len(budgets), n]``, none above its budget; not needed without budgets.
 
     Returns:
         int32 ``[n]``, or None.
@@ -102,7 +101,7 @@ def _by_tree(sizes: _I64, limits: RowLimits) -> list[int] | None:
     return placed
 
 
-def _by_scan(sizes: _I64, features: _F64, limits: RowLimits) -> list[int] | None:
+def _by_scan(sizes: _I64, features: _I64, limits: RowLimits) -> list[int] | None:
     """Rows of the descending ``sizes`` under budgets as well: with several limits no tree finds the first fit."""
     needs = np.vstack([sizes, np.ones(len(sizes)), features]).T
     most = np.array([limits.seq_len, limits.max_segments or np.inf, *limits.budgets])
@@ -118,7 +117,7 @@ def _by_scan(sizes: _I64, features: _F64, limits: RowLimits) -> list[int] | None
     return placed
 
 
-def most_that_could_fit(lengths: _I64, limits: RowLimits, features: _F64 | None = None) -> int:
+def most_that_could_fit(lengths: _I64, limits: RowLimits, features: _I64 | None = None) -> int:
     """The length of the longest prefix of ``lengths`` that no simple bound rules out.
 
     The bounds: tokens and budgets in total; a row holds at most m samples longer than ``seq_len / (m + 1)``;
@@ -128,7 +127,7 @@ def most_that_could_fit(lengths: _I64, limits: RowLimits, features: _F64 | None 
     for k, budget in enumerate(limits.budgets):
         assert features is not None
         total = np.cumsum(features[k, :top])
-        top = int(np.searchsorted(total, limits.rows * budget * (1 + 1e-9), side="right"))
+        top = int(np.searchsorted(total, limits.rows * budget, side="right"))
     for m in (1, 2, 3, 4):
         longer = np.flatnonzero(lengths[:top] * (m + 1) > limits.seq_len)
         if len(longer) > m * limits.rows:
@@ -136,7 +135,7 @@ def most_that_could_fit(lengths: _I64, limits: RowLimits, features: _F64 | None 
     return top if limits.max_segments is None else min(top, limits.rows * limits.max_segments)
 
 
-def longest_run(lengths: _I64, limits: RowLimits, features: _F64 | None = None) -> tuple[int, _I32]:
+def longest_run(lengths: _I64, limits: RowLimits, features: _I64 | None = None) -> tuple[int, _I32]:
     """The longest prefix of ``lengths`` that first-fit-decreasing packs, and its rows.
 
     Candidates are tried one by one from the simple bounds down, as first-fit-decreasing is not monotone: a

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Protocol, runtime_checkable
@@ -63,7 +63,8 @@ class RankLocalBatchSampler:
     ``set_epoch`` is called with the number of each epoch if the batch sampler has it; without it, a new
     epoch is one more ``iter()``, as in a DataLoader. ``state_dict`` and ``load_state_dict`` carry its
     position if it has both; they must count a micro-batch when it is yielded, not when the next one is asked
-    for. Without them a resume iterates the epoch again up to the saved micro-batch. Micro-batches that make
+    for; the next epoch begins once this one is exhausted, so one that is left in its middle is iterated to its end (or,
+    without ``len``, begun again). Without them a resume iterates the epoch again up to the saved micro-batch. Micro-batches that make
     no complete step at the end of an epoch are left out.
 
     Args:
@@ -117,6 +118,8 @@ class RankLocalBatchSampler:
                     f"{type(self.batch_sampler).__name__} at {self._consumed} of epoch {self._epoch}: a rank-local "
                     "sampler has one position, load the state that was saved beside the cursor"
                 )
+            if not restarts:
+                self._leave()
             self._go_to(cursor.epoch, self._epoch_start if restarts else None)
         if self._ended:
             return None
@@ -196,6 +199,17 @@ class RankLocalBatchSampler:
         if own is not None:
             self._set_epoch()
             self.batch_sampler.load_state_dict(copy.deepcopy(own))
+
+    def _leave(self) -> None:
+        """End the pass under way: a batch sampler with a state may keep its position until it is exhausted."""
+        if not self._stateful or not self._micro_batches or self._ended:
+            return
+        batches = iter(self.batch_sampler) if self._batches is None else self._batches
+        endless = not isinstance(self.batch_sampler, Sized) and self._epoch_start is not None
+        most = self.accumulation_steps if endless else None  # fewer are left at the end of an epoch
+        left = sum(1 for _ in islice(batches, most))
+        if left == most:
+            self.batch_sampler.load_state_dict(copy.deepcopy(self._epoch_start))
 
     def _open(self) -> Iterator[Sequence[int]]:
         if not self._stateful:

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from evenstep.budget import budget_units, checked_budgets, units_of
 from evenstep.errors import Infeasible
 
 __all__ = ["RowNeeds"]
 
 _I64 = npt.NDArray[np.int64]
-_F64 = npt.NDArray[np.float64]
 
 
 class RowNeeds:
@@ -25,6 +25,9 @@ class RowNeeds:
         oversized: ``"error"``, ``"single"`` or ``"truncate"``.
         features: A column of numbers >= 0, ``[n]``, for each budget.
         budgets: Largest sum of each feature in a row.
+
+    Attributes:
+        budgets: What a row holds of each budget, in its units (`evenstep.budget`).
     """
 
     def __init__(
@@ -37,36 +40,39 @@ class RowNeeds:
     ) -> None:
         self.seq_len = seq_len
         self.lengths: npt.NDArray[np.integer[Any]] = _checked_lengths(lengths)
-        self.budgets: tuple[float, ...] = tuple(float(limit) for limit in budgets.values())
+        limits = checked_budgets(budgets)
+        self._limits = tuple(limits.values())
+        self.budgets: tuple[int, ...] = tuple(budget_units(limit) for limit in self._limits)
         if oversized == "error" and self.lengths.max() > seq_len:
             at = int(np.argmax(self.lengths > seq_len))
             raise Infeasible(
                 f"sample {at} has {int(self.lengths[at])} tokens, a row holds seq_len={seq_len}: it fits nowhere. "
                 "Raise seq_len, shorten the sample, or pass oversized='single' or 'truncate'"
             )
-        self._columns = [_checked_column(name, features, len(self.lengths)) for name in budgets]
-        for (name, limit), column in zip(budgets.items(), self._columns, strict=True):
-            if oversized != "single" and column.max() > limit:
-                at = int(np.argmax(column > limit))
+        self._columns = [_checked_column(name, features, len(self.lengths)) for name in limits]
+        for (name, limit), most, column in zip(limits.items(), self.budgets, self._columns, strict=True):
+            if oversized != "single" and units_of(column.max(), limit) > most:
+                at = int(np.argmax(units_of(column, limit) > most))
                 raise Infeasible(
-                    f"sample {at} has {name}={column[at]!s}, the budget of a row is {limit}: it fits nowhere. Raise "
+                    f"sample {at} has {name}={column[at]!s}, the budget of a row is {budgets[name]}: it fits nowhere. Raise "
                     "the budget, or pass oversized='single'"
                 )
 
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def at(self, indices: _I64) -> tuple[_I64, _F64 | None]:
+    def at(self, indices: _I64) -> tuple[_I64, _I64 | None]:
         """What the samples ``indices`` (int64 ``[n]``) take of a row.
 
         Returns:
-            Tokens, int64 ``[n]``, at most ``seq_len``, and features, float64 ``[len(budgets), n]``, at most their
-            budgets, or None without budgets. A sample above a budget takes all the tokens of a row.
+            Tokens, int64 ``[n]``, at most ``seq_len``, and features in units of the budgets, int64
+            ``[len(budgets), n]``, at most these, or None without budgets. A sample above a budget takes all the
+            tokens of a row.
         """
         tokens = np.minimum(self.lengths[indices], self.seq_len).astype(np.int64)
         if not self.budgets:
             return tokens, None
-        needs = np.array([column[indices] for column in self._columns], dtype=np.float64)
+        needs = np.stack([units_of(c[indices], limit) for c, limit in zip(self._columns, self._limits, strict=True)])
         most = np.array(self.budgets)[:, None]
         tokens[(needs > most).any(axis=0) & (tokens > 0)] = self.seq_len
         return tokens, np.minimum(needs, most)

@@ -215,7 +215,7 @@ class TokenBudgetSampler:
             replace(self._start, epoch=epoch, consumed_samples=begin + end),
         )
 
-    def _read(self, epoch: int, begin: int) -> tuple[_I64, _I64, npt.NDArray[np.float64] | None]:
+    def _read(self, epoch: int, begin: int) -> tuple[_I64, _I64, _I64 | None]:
         """Indices, tokens and features of more samples than a step can hold, or of the rest of the epoch."""
         count = self._guess
         while True:
