@@ -133,3 +133,10 @@ def test_several_limits_are_planned_from_the_reference(make_plan: Callable[..., 
     plan = make_plan(tokens, reference=np.repeat([0, 1, 2, 3], 3), constraints=limits)
     assert np.bincount(plan.assignment).tolist() == [3, 3, 3, 3]
     assert np.bincount(plan.assignment, tokens).max() <= 100
+
+
+def test_a_candidate_that_breaks_the_limit_is_none(make_plan: Callable[..., Plan]) -> None:
+    # Differencing looks at costs alone: it puts the two long samples together.
+    plan = make_plan([90, 5, 90, 5], np.array([4.0, 3.0, 1.0, 2.0]), micro_batches=1)
+    assert "differencing" not in plan.decision.scores
+    assert np.bincount(plan.assignment, [90, 5, 90, 5]).tolist() == [95, 95]
