@@ -24,9 +24,8 @@ from evenstep.bench.train_layouts import (
     packed_rows,
     padded_batch,
 )
-from evenstep.bench.train_ranks import EVENSTEP, GROUPED, LAYOUTS, PACKED, PADDED, Contest, train_all
+from evenstep.bench.train_ranks import EVENSTEP, GROUPED, LAYOUTS, PACKED, PADDED, Contest, Trained, train_all
 from evenstep.demo.model import Gpt, GptConfig
-from evenstep.demo.records import StepRecord
 from evenstep.demo.settings import Settings
 from evenstep.samples import BatchInfo
 from evenstep.testing import run_ranks
@@ -107,15 +106,15 @@ def contest(tmp_path: Path) -> Contest:
     return Contest(settings=settings, micro_batch_size=2, documents=12, steps=2, rounds=2)
 
 
-def train_on(_rank: int, contest: Contest) -> list[dict[str, list[StepRecord]]]:
+def train_on(_rank: int, contest: Contest) -> list[dict[str, list[Trained]]]:
     return train_all(contest)
 
 
-def samples_of(records: list[StepRecord]) -> Counter[int]:
+def samples_of(records: list[Trained]) -> Counter[int]:
     return Counter(
         sample
-        for record in records
-        for micro_batch in record.samples
+        for trained in records
+        for micro_batch in trained.record.samples
         for samples in micro_batch
         for sample in samples
     )
@@ -135,11 +134,12 @@ def test_every_layout_trains_the_same_documents(contest: Contest) -> None:
             if name != GROUPED:
                 for step, record in zip(steps, one[name], strict=True):
                     assert samples_of([record]) == Counter(step), name
-            for record in one[name]:
-                assert (record.tokens <= 256).all()
-        assert all(record.padding.sum() == 0 for record in one[PACKED])
+            for trained in one[name]:
+                assert (trained.record.tokens <= 256).all()
+                assert trained.processor > 0
+        assert all(trained.record.padding.sum() == 0 for trained in one[PACKED])
         for name in (PADDED, GROUPED):
-            assert all((r.tokens + r.padding <= 256).all() for r in one[name])
+            assert all((t.record.tokens + t.record.padding <= 256).all() for t in one[name])
     result = train.summary(contest, rounds)
     assert result["loss_difference"] < 1e-4
     assert len({found["tokens"] for found in result["layouts"].values()}) == 1

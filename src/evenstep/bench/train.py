@@ -13,11 +13,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from evenstep.bench.machine import as_line, describe_machine
-from evenstep.bench.train_ranks import EVENSTEP, GROUPED, LAYOUTS, PADDED, Contest, train_all
+from evenstep.bench.train_ranks import EVENSTEP, GROUPED, LAYOUTS, PADDED, Contest, Trained, train_all
 from evenstep.demo.checks import LEAST_CORE, core_share
 from evenstep.demo.corpus import find_corpus
 from evenstep.demo.launch import RanksFailed, launch
-from evenstep.demo.records import StepRecord
 from evenstep.demo.settings import Settings
 from evenstep.demo.tokens import split_documents, tokenize
 
@@ -104,11 +103,11 @@ def _contest(args: argparse.Namespace, folder: Path) -> Contest:
     return contest
 
 
-def summary(contest: Contest, rounds: Sequence[dict[str, list[StepRecord]]]) -> dict[str, Any]:
+def summary(contest: Contest, rounds: Sequence[dict[str, list[Trained]]]) -> dict[str, Any]:
     """Figures of every layout; the first round warmed up and does not count."""
     settings = contest.settings
     layouts = {name: _figures(name, rounds, contest) for name in LAYOUTS}
-    everything = [record for one in rounds[1:] for name in LAYOUTS for record in one[name]]
+    everything = [trained.record for one in rounds[1:] for name in LAYOUTS for trained in one[name]]
     return {
         "machine": describe_machine("tokenizers"),
         "seed": settings.seed,
@@ -128,9 +127,10 @@ def summary(contest: Contest, rounds: Sequence[dict[str, list[StepRecord]]]) -> 
     }
 
 
-def _figures(name: str, rounds: Sequence[dict[str, list[StepRecord]]], contest: Contest) -> dict[str, Any]:
+def _figures(name: str, rounds: Sequence[dict[str, list[Trained]]], contest: Contest) -> dict[str, Any]:
     counted = rounds[1:]
-    records = [record for one in counted for record in one[name]]
+    records = [trained.record for one in counted for trained in one[name]]
+    compute = sum(float(record.compute.sum()) for record in records)
     means = sum(float(record.compute.mean(axis=1).sum()) for record in records)
     tokens = sum(int(record.tokens.sum()) for record in records)
     # Without padding to the longest, what a row has left is not computed.
@@ -146,20 +146,25 @@ def _figures(name: str, rounds: Sequence[dict[str, list[StepRecord]]], contest: 
         "efficiency": means / sum(record.computed_makespan for record in records),
         "padding": padding / (padding + tokens),
         "fill": tokens / places,
+        "other_work": 1 - compute / sum(trained.processor for one in counted for trained in one[name]),
         "micro_batches": sum(len(record.tokens) for record in records) / len(records),
         "tokens": tokens,
-        "losses": [record.loss for one in rounds for record in one[name]],
+        "losses": [trained.record.loss for one in rounds for trained in one[name]],
     }
 
 
-def _speed(records: Sequence[StepRecord]) -> float:
+def _speed(steps: Sequence[Trained]) -> float:
     """Real tokens per second of the clock, optimizer steps and data included."""
-    return sum(int(record.tokens.sum()) for record in records) / sum(record.seconds for record in records)
+    return _tokens(steps) / sum(trained.record.seconds for trained in steps)
 
 
-def _computed_speed(records: Sequence[StepRecord]) -> float:
+def _computed_speed(steps: Sequence[Trained]) -> float:
     """Real tokens per second of the slowest rank's processor time in each micro-batch."""
-    return sum(int(record.tokens.sum()) for record in records) / sum(r.computed_makespan for r in records)
+    return _tokens(steps) / sum(trained.record.computed_makespan for trained in steps)
+
+
+def _tokens(steps: Sequence[Trained]) -> int:
+    return sum(int(trained.record.tokens.sum()) for trained in steps)
 
 
 def as_text(r: dict[str, Any]) -> str:
@@ -170,13 +175,13 @@ def as_text(r: dict[str, Any]) -> str:
         f"seed {r['seed']}, {r['ranks']} ranks over gloo, micro-batches of {r['micro_batch_size']} rows of {r['seq_len']:,} tokens, "
         f"{r['documents']} documents a step; medians of {r['rounds']} rounds of {r['steps']} steps, in turns",
         "",
-        "                  tokens/s  of evenstep  by processor time  efficiency  padding   fill  micro-batches a step",
+        "                  tokens/s  of evenstep  by processor time  efficiency  padding   fill  micro-batches  other work",
     ]
     for name, found in r["layouts"].items():
         lines.append(
             f"{name:<16} {found['tokens_per_second']:9,.0f} {found['of_evenstep']:12.2f} "
             f"{found['computed_of_evenstep']:18.2f} {found['efficiency']:11.3f} {found['padding']:8.1%} "
-            f"{found['fill']:6.1%} {found['micro_batches']:21.1f}"
+            f"{found['fill']:6.1%} {found['micro_batches']:14.1f} {found['other_work']:11.1%}"
         )
     lines.append("")
     lines += [f"  {name + ':':<16} {_MEANING[name]}" for name in r["layouts"]]
@@ -186,7 +191,8 @@ def as_text(r: dict[str, Any]) -> str:
         "  tokens/s counts real tokens, and all seconds: reading, planning, exchange, gradients, optimizer. efficiency is "
         "the mean",
         "  rank over the slowest in each micro-batch; padding a share of what is computed; fill the share of the room that "
-        "is used.",
+        "is used;",
+        "  other work the share of the processor time that is not forward and backward of the model.",
     ]
     if busy:
         lines.append(

@@ -31,7 +31,7 @@ from evenstep.demo.train import Batch, Trainer, build_model, data_parallel_mesh,
 from evenstep.packing import collate_varlen
 from evenstep.samples import BatchInfo
 
-__all__ = ["EVENSTEP", "LAYOUTS", "Contest", "train_all"]
+__all__ = ["EVENSTEP", "LAYOUTS", "Contest", "Trained", "train_all"]
 
 PADDED, PACKED, GROUPED, EVENSTEP = "padded", "packed per rank", "length-grouped", "evenstep"
 LAYOUTS = (PADDED, PACKED, GROUPED, EVENSTEP)
@@ -83,6 +83,14 @@ class Contest:
         return [steps[:1]] + [steps[at : at + self.steps] for at in range(1, needed, self.steps)]
 
 
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """An optimizer step, and the processor seconds of all threads of all ranks in it."""
+
+    record: StepRecord
+    processor: float
+
+
 class _Layout:
     """A trainer of its own, and where its batches come from."""
 
@@ -91,16 +99,18 @@ class _Layout:
         self._batches = batches
         self._settle = settle
 
-    def step(self) -> list[StepRecord]:
+    def step(self) -> list[Trained]:
         """One optimizer step, on rank 0; it ends when all that was prepared beside it is ready."""
         dist.barrier()
-        begin = time.perf_counter()
+        begin, begin_processor = time.perf_counter(), time.process_time()
         local: LocalStep = self._trainer.step(self._batches)
         self._settle()
-        return gather(replace(local, seconds=time.perf_counter() - begin))
+        seconds, processor = time.perf_counter() - begin, torch.tensor(time.process_time() - begin_processor)
+        dist.all_reduce(processor)
+        return [Trained(record, float(processor)) for record in gather(replace(local, seconds=seconds))]
 
 
-def train_all(contest: Contest) -> list[dict[str, list[StepRecord]]]:
+def train_all(contest: Contest) -> list[dict[str, list[Trained]]]:
     """Every round in every layout; the records, by round and layout, are on rank 0, nothing elsewhere.
 
     The layouts take turns step by step, in an order that rotates: whatever else the machine does meets all alike.
@@ -121,7 +131,7 @@ def train_all(contest: Contest) -> list[dict[str, list[StepRecord]]]:
         layouts[EVENSTEP] = _Layout(trainers[EVENSTEP], iter(loader), loader.wait_for_prefetch)
         turn = 0
         for steps in schedule:
-            records: dict[str, list[StepRecord]] = {name: [] for name in LAYOUTS}
+            records: dict[str, list[Trained]] = {name: [] for name in LAYOUTS}
             for _ in steps:
                 for place in range(len(LAYOUTS)):
                     name = LAYOUTS[(turn + place) % len(LAYOUTS)]
