@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 
 from evenstep import LoaderConfig
@@ -45,6 +48,33 @@ from evenstep import LoaderConfig
         ("min_balance_gain", 1.0, ValueError, "min_balance_gain=1.0, expected a fraction in [0, 1)"),
         ("timeout", 5, ValueError, "timeout=5, expected a positive datetime.timedelta"),
         ("objective", "step", TypeError, "objective='step', expected an evenstep.Objective"),
+        ("payload_backend", "", ValueError, "payload_backend='', expected one of ['gloo', 'nccl', 'hccl']"),
+        ("cpu_fields", None, TypeError, "cpu_fields=None, expected a tuple of names"),
+        (
+            "reader_ranks",
+            np.array([0, 1]),
+            TypeError,
+            "reader_ranks=array([0, 1]), expected None, 'all' or a tuple of global ranks",
+        ),
+        (
+            "budgets",
+            ["p"],
+            TypeError,
+            "budgets is ['p']: expected a limit for each feature, such as {'patches': 16384}, or None",
+        ),
+        (
+            "budgets",
+            "ab",
+            TypeError,
+            "budgets is 'ab': expected a limit for each feature, such as {'patches': 16384}, or None",
+        ),
+        (
+            "budgets",
+            {1: 5},
+            TypeError,
+            "budgets has the key 1: expected names of features, such as 'patches'",
+        ),
+        ("budgets", {"p": True}, TypeError, "budgets['p'] is True (bool), expected a number"),
     ],
 )
 def test_a_field_that_does_not_fit_is_named(
@@ -59,3 +89,13 @@ def test_every_default_is_valid_and_comparable() -> None:
     assert one == two
     assert one.to_dict() == two.to_dict()
     assert one.constraints().seq_len == 8
+
+
+def test_budgets_are_copied_and_compared_by_what_they_say() -> None:
+    budgets: dict[str, Any] = {"patches": 4, "seconds": np.float32(2)}
+    one = LoaderConfig(seq_len=8, budgets=budgets)
+    budgets["patches"] = 9
+    two = LoaderConfig(seq_len=8, budgets={"seconds": 2.0, "patches": 4.0})
+    assert one == two
+    assert one.to_dict() == two.to_dict()
+    assert copy.deepcopy(one) == pickle.loads(pickle.dumps(one)) == one

@@ -31,7 +31,9 @@ def checked_budgets(budgets: Mapping[str, float] | None) -> dict[str, float]:
         )
     for name, limit in budgets.items():
         if not isinstance(name, str):
-            raise TypeError(f"budgets has the key {shown(name)}: expected names of features, such as 'patches'")
+            raise TypeError(
+                f"budgets has the key {shown(name)}: expected names of features, such as 'patches'"
+            )
         if isinstance(limit, bool) or not isinstance(limit, Real):
             raise TypeError(f"budgets[{name!r}] is {limit!r} ({type(limit).__name__}), expected a number")
         if not math.isfinite(limit) or limit < 0:

@@ -72,7 +72,9 @@ class RowNeeds:
         tokens = np.minimum(self.lengths[indices], self.seq_len).astype(np.int64)
         if not self.budgets:
             return tokens, None
-        needs = np.stack([units_of(c[indices], limit) for c, limit in zip(self._columns, self._limits, strict=True)])
+        needs = np.stack(
+            [units_of(c[indices], limit) for c, limit in zip(self._columns, self._limits, strict=True)]
+        )
         most = np.array(self.budgets)[:, None]
         tokens[(needs > most).any(axis=0) & (tokens > 0)] = self.seq_len
         return tokens, np.minimum(needs, most)
