@@ -74,8 +74,7 @@ class _Steps:
         self._stream = open_stream(source, "local steps [[sample, ...], ...]")
 
     def begin(self, epoch: int) -> None:
-        pass_epoch_on(self._source, epoch)
-        self._stream.begin()
+        self._stream.begin(epoch)
 
     def load(self, epoch: int, state: Any) -> None:
         pass_epoch_on(self._source, epoch)

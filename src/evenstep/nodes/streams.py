@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
@@ -12,12 +13,14 @@ from torchdata.nodes import BaseNode
 
 __all__ = ["Stream", "check_serialisable", "open_stream", "pass_epoch_on"]
 
+_END = object()
+
 
 class Stream(Protocol):
     """A source with a position."""
 
-    def begin(self) -> None:
-        """Go to the beginning of the next pass."""
+    def begin(self, epoch: int | None = None) -> None:
+        """Go to the beginning of the next pass; a source with ``set_epoch`` is told ``epoch``, unless it is None."""
 
     def load(self, state: Any) -> None:
         """Go to where `state` was taken."""
@@ -47,9 +50,9 @@ def open_stream(source: Any, items: str) -> Stream:
     return _Replayed(source)
 
 
-def pass_epoch_on(source: Any, epoch: int) -> None:
-    """Tell ``source`` the epoch, where it has ``set_epoch``."""
-    if callable(getattr(source, "set_epoch", None)):
+def pass_epoch_on(source: Any, epoch: int | None) -> None:
+    """Tell ``source`` the epoch, where it is known and ``source`` has ``set_epoch``."""
+    if epoch is not None and callable(getattr(source, "set_epoch", None)):
         source.set_epoch(epoch)
 
 
@@ -59,7 +62,8 @@ class _Node:
     def __init__(self, source: BaseNode[Any]) -> None:
         self._source = source
 
-    def begin(self) -> None:
+    def begin(self, epoch: int | None = None) -> None:
+        pass_epoch_on(self._source, epoch)
         self._source.reset(None)
 
     def load(self, state: Any) -> None:
@@ -73,25 +77,53 @@ class _Node:
 
 
 class _Stateful:
-    """An iterable with ``state_dict`` and ``load_state_dict``, such as StatefulDataLoader."""
+    """An iterable with ``state_dict`` and ``load_state_dict``, such as StatefulDataLoader.
+
+    Many keep their position until they are exhausted, so that `iter` alone is no beginning: the pass under way is
+    ended first. Where items of it are left, it is begun again from the state that it began with, since reading on to
+    its end may take hours, or for ever.
+    """
 
     def __init__(self, source: Any) -> None:
         self._source = source
         self._items: Iterator[Any] = iter(())
+        self._under_way = False  # begun or loaded, and not exhausted
+        self._untouched = False  # begun, and nothing taken
+        self._beginning: Any = None  # the state there; None until somebody asks for it
 
-    def begin(self) -> None:
+    def begin(self, epoch: int | None = None) -> None:
+        self._leave()
+        pass_epoch_on(self._source, epoch)
         self._items = iter(self._source)
+        self._under_way = self._untouched = True
 
     def load(self, state: Any) -> None:
         self._source.load_state_dict(copy.deepcopy(state))
         self._items = iter(self._source)
+        self._under_way, self._untouched = True, False
         _count_once(self._items, state)
 
     def state(self) -> Any:
-        return copy_state(self._source.state_dict())
+        state = copy_state(self._source.state_dict())
+        if self._untouched:
+            self._beginning = copy.deepcopy(state)
+        return state
 
     def next(self) -> Any:
-        return next(self._items)
+        self._untouched = False
+        try:
+            return next(self._items)
+        except StopIteration:
+            self._under_way = False
+            raise
+
+    def _leave(self) -> None:
+        if not self._under_way or self._untouched or next(self._items, _END) is _END:
+            return
+        if self._beginning is None:
+            deque(self._items, maxlen=0)
+        else:
+            self._source.load_state_dict(copy.deepcopy(self._beginning))
 
 
 def _count_once(items: Any, state: Any) -> None:
@@ -115,7 +147,8 @@ class _Replayed:
         self._pulled = False
         self._taken = 0
 
-    def begin(self) -> None:
+    def begin(self, epoch: int | None = None) -> None:
+        pass_epoch_on(self._source, epoch)
         self._items, self._taken = None, 0
 
     def load(self, state: Any) -> None:
