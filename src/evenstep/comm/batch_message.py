@@ -26,7 +26,7 @@ _HEADER = struct.Struct(
 _MAGIC = b"evmb"
 _ALIGNMENT = 64
 _SMALLEST = 2048
-_LARGEST_INLINE = 8 << 20  # beyond, a broadcast of its own costs next to nothing, and rounding up costs bytes
+_LARGEST_INLINE = 1 << 19  # beyond, peers read the message while the tail is packed, and wait for it by then
 
 
 @dataclass(slots=True)
@@ -37,13 +37,16 @@ class Heard:
         kind: BATCH, END or ERROR.
         told: Its document.
         extra: Its opaque bytes.
-        tail: uint8 ``[n]``; a view that stays valid for as long as it is kept.
+        tail_bytes: Size of its tail.
+        tail: uint8 ``[tail_bytes]``, a view that stays valid for as long as it is kept; None: it did not fit, and is the
+            next broadcast.
     """
 
     kind: int
     told: dict[str, Any]
     extra: bytes
-    tail: torch.Tensor
+    tail_bytes: int
+    tail: torch.Tensor | None
 
 
 class MessageChannel:
@@ -127,11 +130,8 @@ class MessageChannel:
         data = message[_HEADER.size : min(body, sizes.first)].numpy().tobytes()
         if body > sizes.first:
             data += self._receive(body - sizes.first).numpy().tobytes()
-        if sizes.tail_at is None:
-            bytes_of_tail = self._receive(tail)
-        else:
-            bytes_of_tail = message[sizes.tail_at : sizes.tail_at + tail]
-        return Heard(kind, json.loads(data[:length]), data[length:], bytes_of_tail)
+        inside = None if sizes.tail_at is None else message[sizes.tail_at : sizes.tail_at + tail]
+        return Heard(kind, json.loads(data[:length]), data[length:], tail, inside)
 
     def _receive(self, nbytes: int) -> torch.Tensor:
         buffer = self._pool.take(nbytes)

@@ -18,7 +18,7 @@ __all__ = ["TensorBroadcast"]
 class TensorBroadcast:
     """Packed buffers of small tensors, and one broadcast for each large one.
 
-    The first packed buffer of the host is the tail of the batch's message; all else moves here.
+    The first packed buffer of the host is the tail of the batch's message, sent with it; all else moves here.
 
     Tensors on the communicator's own device are broadcast there, on the calling thread's current stream; those of
     another accelerator travel through the host. Received CPU tensors are writable views into pooled buffers that
@@ -50,16 +50,15 @@ class TensorBroadcast:
                 self._broadcast(self._device_buffers(tensors, group))
 
     def receive_on_host(
-        self, kinds: Sequence[TensorKind], shapes: Shapes, layout: Layout, first: torch.Tensor
+        self, kinds: Sequence[TensorKind], shapes: Shapes, layout: Layout, first: torch.Tensor | None
     ) -> dict[int, torch.Tensor]:
-        """The host's tensors by number; ``first`` is the first pack."""
-        packs = layout.host.packs[1:]
-        buffers = [self._pool.take(pack.nbytes) for pack in packs]
+        """The host's tensors by number; ``first`` is the first pack if it came with the message."""
+        packs = layout.host.packs
+        there = [] if first is None or not packs else [first]
+        buffers = [self._pool.take(pack.nbytes) for pack in packs[len(there) :]]
         alone = [self._pool.take(nbytes) for _, nbytes in layout.host.direct]
         self._broadcast(iter(buffers + alone))
-        if layout.host.packs:
-            packs, buffers = layout.host.packs, [first, *buffers]
-        return _tensors(kinds, shapes, layout.host, packs, buffers, alone)
+        return _tensors(kinds, shapes, layout.host, packs, there + buffers, alone)
 
     def receive_on_device(
         self, kinds: Sequence[TensorKind], shapes: Shapes, layout: Layout

@@ -191,9 +191,9 @@ class BatchBroadcast:
             leaves.others = self._codec.decode(buffer, told["others"])
         layout = self._layout(self._kinds, shapes)
         first = layout.host.packs[0].nbytes if layout.host.packs else 0
-        if first != len(heard.tail):
+        if first != heard.tail_bytes:
             raise WireFormatError(
-                f"rank {self._ranks[CONSTRUCTOR]} sent {len(heard.tail)} bytes of small tensors, its own table of sizes says "
+                f"rank {self._ranks[CONSTRUCTOR]} sent {heard.tail_bytes} bytes of small tensors, its own table of sizes says "
                 f"{first}"
             )
         with self._aside():
