@@ -310,6 +310,30 @@ def test_a_start_that_does_not_know_its_stream_becomes_one_of_it() -> None:
         assert_same(list(rest), [batch for batch in batches if batch["info"].step > 0])
 
 
+def test_a_start_inside_a_step_of_another_layout_begins_that_step_again() -> None:
+    config = LoaderConfig(
+        seq_len=64, micro_batch_size=1, balance_window=1, resume="micro_batch", host_prefetch=0
+    )
+    order = StepSampler(len(DATA), global_batch_size=8, order="sequential")
+
+    def stop_inside(plane: DataPlane) -> dict[str, Any]:
+        with build_loader(DATA, plane, config, sampler=order) as loader:
+            next(loader)
+            next(loader)
+            return loader.state_dict()
+
+    start = Cursor.from_dict(SimulatedWorld(2).run(stop_inside)[0])
+    assert (start.step, start.micro_batch) == (0, 2)
+    with build_loader(DATA, None, config, sampler=order) as loader:
+        whole = list(loader)
+    with pytest.warns(
+        UserWarning, match="^the state stands after micro-batch 2 of step 0, but was taken in another"
+    ):
+        again = build_loader(DATA, None, config, sampler=order, start=start)
+    with again:
+        assert_same(list(again), whole)
+
+
 def test_a_position_beyond_the_epoch_or_the_step_is_refused() -> None:
     with build_loader(DATA, None, CONFIG, sampler=sampler()) as loader:
         next(loader)

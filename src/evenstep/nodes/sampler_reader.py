@@ -104,7 +104,9 @@ class SamplerReader(WindowReader):
         self.layout: Layout = Layout.resolve(sampler.rows_per_step, config, plane.topology.dp_size)
         self._metadata = metadata
         self._ahead: _Asked | Exception | None = None
-        self._begin = self.layout.stamp(sampler.start() if start is None else self._adopted(start.to_dict()))
+        begin = sampler.start() if start is None else self._adopted(start.to_dict())
+        # Before the stamp, which would hide that it stands inside a step of another layout.
+        self._begin = self.layout.stamp(self.layout.position(begin, config.resume))
         self._state = self._begin.to_dict()
         self._places: Iterator[Place] = iter(())
         self._step: Step | None = None
