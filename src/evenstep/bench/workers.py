@@ -55,8 +55,9 @@ def measure(
     """Samples per second beside those of a loader without workers, and seconds until the first batch.
 
     The loop does nothing but take batches. The rate is that between the second step and the last but one: before, workers
-    are started and have nothing read ahead; after it they run out of samples. ``of_workers`` is the speed-up divided by their number, the median over ``repeats``
-    runs; ``best_of_workers`` is that of the best run, which a busy machine disturbs least.
+    are started and have nothing read ahead; after it they run out of samples. ``of_workers`` is the speed-up divided by
+    their number, the median over ``repeats`` pairs of runs; ``best_of_workers`` is that of the best runs, which a busy
+    machine disturbs least.
 
     Raises:
         ValueError: There are no steps left to measure.
@@ -65,26 +66,30 @@ def measure(
         raise ValueError(
             f"steps={steps}, expected at least {_WARM_UP + 2}: {_WARM_UP} warm up, and the last is not counted"
         )
-    single = min(_run(read_seconds, _WARM_UP + 2, None, known=False)[0] for _ in range(repeats))
+    # In turn, so that what else the machine does disturbs all alike.
+    single: list[float] = []
+    runs: dict[tuple[str, str], list[tuple[float, float]]] = {(g, k): [] for g in _GRAPHS for k in _KINDS}
+    for _ in range(repeats):
+        single.append(_run(read_seconds, _WARM_UP + 2, None, known=False)[0])
+        for (graph, kind), found in runs.items():
+            options = {"num_workers": workers, "worker": kind}
+            found.append(_run(read_seconds, steps, options, known=graph == "known"))
     result: dict[str, Any] = {
         "machine": describe_machine(),
         "workers": workers,
         "read_seconds": read_seconds,
         "steps": steps,
         "samples_per_step": _ROWS,
-        "single_seconds_per_sample": single,
+        "single_seconds_per_sample": min(single),
+        **{graph: {} for graph in _GRAPHS},
     }
-    for graph in _GRAPHS:
-        result[graph] = {}
-        for kind in _KINDS:
-            config = {"num_workers": workers, "worker": kind}
-            runs = [_run(read_seconds, steps, config, known=graph == "known") for _ in range(repeats)]
-            shares = [single / seconds / workers for seconds, _ in runs]
-            result[graph][kind] = {
-                "of_workers": median(shares),
-                "best_of_workers": max(shares),
-                "first_batch_seconds": median(first for _, first in runs),
-            }
+    for (graph, kind), found in runs.items():
+        seconds = [per_sample for per_sample, _ in found]
+        result[graph][kind] = {
+            "of_workers": median(one / many for one, many in zip(single, seconds, strict=True)) / workers,
+            "best_of_workers": min(single) / min(seconds) / workers,
+            "first_batch_seconds": median(first for _, first in found),
+        }
     return result
 
 
