@@ -60,6 +60,9 @@ class Loader(tn.Loader[T], Generic[T]):
         self._finished = False
         self._closed = False
         self._error: Exception | None = None
+        planner = self._planner()
+        if planner is not None:
+            planner.followed = log_balance or on_balance is not None
 
     def __iter__(self) -> Iterator[T]:
         """This loader, at the next epoch if the last one has been finished.

@@ -253,3 +253,8 @@ def test_every_exported_node_has_a_case() -> None:
     }
     missing = exported - {name.split()[0].rstrip(",") for name in CASES} - {Stage.__name__}
     assert not missing, f"these exported nodes have no conformance case: {sorted(missing)}"
+
+
+@pytest.mark.parametrize("items", [1, 2, 3])
+def test_a_short_epoch_is_an_epoch(items: int) -> None:
+    assert_node_conforms(lambda: tn.IterableWrapper(range(items)))

@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from evenstep import DataPlane, LoaderConfig, StepSampler, build_loader
+from evenstep import DataPlane, Loader, LoaderConfig, StepSampler, build_loader
+from evenstep.nodes import HostPrefetch, Planner
 from evenstep.nodes.balance import Balance
+from evenstep.nodes.stage import upstream
 from evenstep.testing import SimulatedWorld
 
 
@@ -182,3 +184,34 @@ def test_scalars_are_the_numbers_under_names_of_their_own(corpus: Any) -> None:
     }
     assert all(type(value) is float for value in balance.scalars().values())
     assert balance.scalars("data/")["data/num_tokens"] == balance.num_tokens > 0
+
+
+@pytest.mark.parametrize("composed", [False, True])
+def test_every_window_is_told_however_far_ahead_it_was_planned(corpus: Any, composed: bool) -> None:
+    heard: list[tuple[int, int]] = []
+
+    def hear(balance: Balance) -> None:
+        heard.append((balance.step, balance.micro_batch))
+
+    sampler = StepSampler(len(corpus), global_batch_size=8, seed=1)
+    config = LoaderConfig(seq_len=1024, balance_window=1, host_prefetch=0 if composed else 90)
+    with build_loader(corpus, None, config, sampler=sampler, on_balance=hear) as built:
+        ahead: Any = HostPrefetch(built.root, depth=90) if composed else built.root
+        with Loader(ahead, on_balance=hear) as loader:
+            for _ in loader:
+                loader.wait_for_prefetch()
+    assert heard == [(k // 8, k % 8) for k in range(len(corpus))]
+
+
+def test_delivered_balances_are_forgotten(corpus: Any) -> None:
+    sampler = StepSampler(len(corpus), global_batch_size=8, seed=1)
+    config = LoaderConfig(seq_len=1024, balance_window=1)
+    heard: list[Balance] = []
+    kept = []
+    for listener in (None, heard.append):
+        with build_loader(corpus, None, config, sampler=sampler, on_balance=listener) as loader:
+            for _ in loader:
+                pass
+            planner = next(node for node in upstream(loader.root) if isinstance(node, Planner))
+            kept.append(len(planner.balances))
+    assert max(kept) < 70 < len(heard)

@@ -416,3 +416,21 @@ def test_what_is_left_of_a_batch_is_counted_as_planned() -> None:
     info = next(loader)["info"]
     assert (info.num_samples, info.num_tokens, info.num_padding) == (3, 20 + 6 + 8, 80 - 34)
     assert (info.num_loss_tokens, info.step_loss_tokens) == (19 + 5 + 3, None)
+
+
+@pytest.mark.parametrize("ahead", [0, None])
+@pytest.mark.parametrize("leaver", [0, 2])
+def test_a_rank_may_leave_right_after_its_last_batch(corpus: Any, ahead: int | None, leaver: int) -> None:
+    """It counts its batches and closes, while the others ask for one more and find the end."""
+
+    def loop(plane: DataPlane) -> int:
+        config = LoaderConfig(seq_len=512, host_prefetch=ahead)
+        sampler = StepSampler(len(corpus), global_batch_size=6)
+        loader = build_loader(corpus, plane, config, sampler=sampler, metadata=corpus.lengths)
+        with loader:
+            if plane.topology.rank == leaver:
+                return sum(1 for _, _ in zip(range(len(loader)), loader, strict=False))
+            return sum(1 for _ in loader)
+
+    expected = len(corpus) // 6 * 2
+    assert SimulatedWorld(3).run(loop) == [expected] * 3

@@ -138,11 +138,15 @@ def _check_plans(headers: dict[int, Header], plane: DataPlane) -> None:
     group = plane.balance
     if group is None:
         return
-    first = headers[group.ranks[0]].plan
-    for rank in group.ranks:
+    # Who leaves after its last batch says nothing of plans.
+    telling = [rank for rank in group.ranks if headers[rank].status in (OK, EXHAUSTED)]
+    if not telling:
+        return
+    first = headers[telling[0]].plan
+    for rank in telling:
         if headers[rank].plan != first:
             raise ConfigMismatch(
-                f"rank {rank} planned the last window differently from rank {group.ranks[0]} (digests "
+                f"rank {rank} planned the last window differently from rank {telling[0]} (digests "
                 f"{headers[rank].plan % 2**64:#x} and {first % 2**64:#x}): their batches do not fit together. Use the "
                 "same metadata, cost model and versions on every rank."
             )

@@ -26,7 +26,7 @@ from evenstep.plan import Plan, plan_window, reference_layout
 
 __all__ = ["Planner"]
 
-_KEPT_PLANS = 64  # for whoever asks how balanced the last batches were; more are never in flight
+_KEPT_PLANS = 64  # besides those in flight, for whoever asks how balanced the last batches were
 _SOME_PLAN = 1  # stands for the digest where balance groups have plans of their own
 
 
@@ -40,6 +40,8 @@ class Planner(Stage[Any, PlannedBatch]):
 
     Attributes:
         balances: The last windows planned on this rank, oldest first; empty where plans are only received.
+        followed: Whether somebody calls `balance_before` after every batch: then no balance is forgotten before its turn,
+            however far ahead of the training loop windows are planned.
     """
 
     shown_as = "plan"
@@ -47,7 +49,9 @@ class Planner(Stage[Any, PlannedBatch]):
     def __init__(self, source: BaseNode[Any], plane: DataPlane, config: LoaderConfig) -> None:
         super().__init__(source)
         self.plane = plane
-        self.balances: deque[Balance] = deque(maxlen=_KEPT_PLANS)
+        self.balances: deque[Balance] = deque()
+        self.followed: bool = False
+        self._kept = _KEPT_PLANS + (config.host_prefetch or 0) + config.device_prefetch
         self._config = config
         gathered = any(isinstance(node, MetadataGather) for node in upstream(source))
         self._known = None if gathered else KnownWindows(source, plane, config, self._share)
@@ -81,6 +85,9 @@ class Planner(Stage[Any, PlannedBatch]):
         last = (step, micro_batch - 1) if micro_batch else (step - 1, float("inf"))
         before = (b for b in reversed(list(self.balances)) if (b.step, b.micro_batch) <= last)
         found = next(before, None)
+        if self.followed and found is not None:
+            while len(self.balances) > _KEPT_PLANS and self.balances[0] is not found:
+                self.balances.popleft()
         return found if found is not None and found.step == last[0] else None
 
     def produce(self) -> PlannedBatch:
@@ -127,6 +134,8 @@ class Planner(Stage[Any, PlannedBatch]):
             self.balances.append(
                 Balance(resolved, window.columns, reference, holders, shared.plan, seq_len, counts)
             )
+            if not self.followed and len(self.balances) > self._kept:
+                self.balances.popleft()
         window = replace(window, place=resolved)
         return [PlannedBatch(window, shared.assignment, m, digest) for m in range(place.skip, count)]
 
