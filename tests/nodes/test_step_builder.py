@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import torchdata.nodes as tn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenstep import Infeasible, SampleError, SampleMetadata
+from evenstep import Infeasible, LoaderConfig, SampleError, SampleMetadata, build_loader
 from evenstep.nodes import StepBuilder
 from evenstep.testing import assert_node_conforms
 
@@ -127,11 +128,35 @@ def test_budgets_and_segments_bind() -> None:
     with pytest.raises(
         Infeasible,
         match=re.escape(
-            "sample 2 has patches=2.0, the budget of a row is 1.0: it fits no row. Raise the budget or leave the sample "
-            "out."
+            "sample 2 has patches=2.0, the budget of a row is 1.0: it fits no row. Raise the budget, leave the sample "
+            "out, or choose oversized='single'."
         ),
     ):
         next(tight)
+
+
+def test_a_sample_above_a_budget_may_have_a_row_of_its_own() -> None:
+    def metadata(sample: dict[str, Any]) -> SampleMetadata:
+        return SampleMetadata(len(sample["input_ids"]), {"patches": 9.0 if sample["k"] == 1 else 0.0})
+
+    builder = StepBuilder(
+        Stream([1, 1, 1, 1]), SEQ_LEN, 2, metadata_fn=metadata, budgets={"patches": 5.0}, oversized="single"
+    )
+    assert [[[s["k"] for s in row] for row in step] for step in builder] == [[[0, 2, 3], [1]]]
+
+
+@pytest.mark.parametrize(
+    ("budget", "share", "most"),
+    [(1.0, 0.1, 10), (3.0, 0.3, 10), (30.0, 1 / 3, 90), (1.0, 1 / 3, 3), (0.7, 0.1, 7)],
+)
+def test_rows_full_of_fractions_are_full_for_the_planner_too(budget: float, share: float, most: int) -> None:
+    def metadata(sample: dict[str, Any]) -> SampleMetadata:
+        return SampleMetadata(len(sample["input_ids"]), {"share": share})
+
+    builder = StepBuilder(Stream([1] * 2 * most), 128, 2, metadata_fn=metadata, budgets={"share": budget})
+    config = LoaderConfig(seq_len=128, budgets={"share": budget})
+    with build_loader(builder, None, config, metadata_fn=metadata) as loader:
+        assert [batch["info"].num_samples for batch in loader] == [most, most]
 
 
 def test_oversized_samples_follow_the_policy() -> None:
@@ -174,3 +199,35 @@ def test_an_iterator_that_can_run_only_once_says_so() -> None:
     builder.reset(None)
     with pytest.raises(RuntimeError, match=re.escape("list_iterator can be iterated only once")):
         next(builder)
+
+
+@pytest.mark.parametrize("cut", range(3))
+def test_samples_that_cannot_be_measured_are_skipped_and_stay_so_after_a_resume(
+    cut: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    samples: list[Any] = [
+        {"input_ids": [k] * n} if n else {"text": k} for k, n in enumerate([5, 0, 6, 3, 0, 9, 2, 4, 8])
+    ]
+
+    def builder() -> StepBuilder:
+        return StepBuilder(samples, 10, 2, look_ahead=2, on_sample_error="skip")
+
+    whole = builder()
+    steps = [next(whole) for _ in range(cut)]
+    state = copy.deepcopy(whole.state_dict())
+    rest = list(whole)
+    found = sorted(sample["input_ids"][0] for step in steps + rest for row in step for sample in row)
+    assert found == [0, 2, 3, 5, 6, 7, 8]
+    assert whole.skipped == 2
+    assert [record.getMessage() for record in caplog.records] == [
+        f"sample {k} since the stream was begun or loaded is skipped: TypeError: a sample of type dict without 'input_ids' "
+        "says nothing of its length; pass metadata_fn=lambda sample: number_of_tokens"
+        for k in (1, 4)
+    ]
+    again = builder()
+    again.reset(state)
+    assert list(again) == rest
+    with pytest.raises(
+        SampleError, match=re.escape("sample 1 since the stream was begun or loaded: TypeError: a sample")
+    ):
+        list(StepBuilder(samples, 10, 2))

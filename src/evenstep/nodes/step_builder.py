@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from torchdata.nodes import BaseNode
 
+from evenstep.budget import budget_units, units_of
 from evenstep.config import LoaderConfig
 from evenstep.errors import Infeasible, SampleError
 from evenstep.nodes.describe import Describer
@@ -20,6 +23,11 @@ from evenstep.samples import SampleMetadata
 
 __all__ = ["StepBuilder"]
 
+log: logging.Logger = logging.getLogger("evenstep")
+
+Amounts = npt.NDArray[np.int64]  # of tokens, segments and each budget, in its units
+_NO_LIMIT = 1 << 62
+
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
@@ -27,7 +35,7 @@ class _Waiting:
 
     number: int
     sample: Any
-    metadata: SampleMetadata
+    needs: Amounts
 
 
 class StepBuilder(BaseNode[list[list[Any]]]):
@@ -47,12 +55,17 @@ class StepBuilder(BaseNode[list[list[Any]]]):
         rows: Rows of a step: micro-batch size times accumulation steps.
         look_ahead: Samples that wait at most; more fill rows better and take memory.
         metadata_fn: ``sample -> int | SampleMetadata``; default ``len(sample["input_ids"])``.
-        oversized: A sample longer than ``seq_len``: ``"error"``, ``"single"`` (a row of its own) or ``"truncate"``
-            (it takes a whole row; the packer cuts it).
+        oversized: A sample longer than ``seq_len``: ``"error"``, ``"single"`` (a row of its own, also for one above a
+            budget) or ``"truncate"`` (it takes a whole row; the packer cuts it).
         budgets: Hard limits per row on sums of features, besides tokens.
         max_segments: Most samples in one row.
+        on_sample_error: A sample that cannot be measured, or that a policy refuses: ``"raise"`` or ``"skip"``.
+
+    Attributes:
+        skipped: Samples left out since it was built.
 
     Raises:
+        Infeasible: While iterating: a sample is above a budget, and ``oversized`` is not ``"single"``.
         ValueError: A number is out of range.
 
     Example:
@@ -74,6 +87,7 @@ class StepBuilder(BaseNode[list[list[Any]]]):
         oversized: str = "error",
         budgets: dict[str, float] | None = None,
         max_segments: int | None = None,
+        on_sample_error: str = "raise",
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torchdata leaves it without annotations
         for name, value in (("rows", rows), ("look_ahead", look_ahead)):
@@ -84,27 +98,38 @@ class StepBuilder(BaseNode[list[list[Any]]]):
             oversized=oversized,  # type: ignore[arg-type]  # checked there
             budgets=budgets,
             max_segments=max_segments,
+            on_sample_error=on_sample_error,  # type: ignore[arg-type]  # checked there
         )
         self.rows = rows
         self.seq_len = seq_len
         self.external = source
+        self.skipped: int = 0
+        self._skips = config.on_sample_error == "skip"
         self._look_ahead = look_ahead
         self._describe = Describer(config, metadata_fn)
         self._limits: PackingConstraints = config.constraints()
-        self._budgets = dict(budgets or {})
+        self._budgets = config.budgets or {}
+        self._row: Amounts = np.array(
+            [
+                seq_len,
+                max_segments or _NO_LIMIT,
+                *(budget_units(limit) for limit in self._budgets.values()),
+            ]
+        )
         self._stream = open_stream(source, "samples")
         self._waiting: list[_Waiting] = []
         self._marks: list[tuple[int, Any]] = []  # the stream's position before the sample of that number
         self._handed: set[int] = set()  # numbers since the first mark
         self._pulled = 0
         self._ended = False
+        self._epoch: int | None = None
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
         """Begin the stream again, or go to ``initial_state``."""
         super().reset(initial_state)
         self._waiting, self._handed, self._pulled, self._ended = [], set(), 0, False
         if initial_state is None:
-            self._stream.begin()
+            self._stream.begin(self._epoch)
             self._marks = [(0, self._stream.state())]
             return
         missing = [key for key in ("source", "pulled", "handed", "marks") if key not in initial_state]
@@ -118,14 +143,16 @@ class StepBuilder(BaseNode[list[list[Any]]]):
                 self._marks.append((number, self._stream.state()))
             if number == initial_state["pulled"]:
                 break
-            sample = self._pull()
-            if handed >> number & 1:
+            known = handed >> number & 1
+            if known:
                 self._handed.add(number)
-            elif sample is not None:
+            sample = self._pull(known=bool(known))
+            if sample is not None:
                 self._waiting.append(sample)
 
     def set_epoch(self, epoch: int) -> None:
         """Pass a new epoch on to the source, where it has ``set_epoch``."""
+        self._epoch = epoch
         pass_epoch_on(self.external, epoch)
 
     def get_state(self) -> dict[str, Any]:
@@ -140,10 +167,11 @@ class StepBuilder(BaseNode[list[list[Any]]]):
 
     def next(self) -> list[list[Any]]:
         """The next step."""
-        if self._pulled > self._marks[-1][0]:
-            self._marks.append((self._pulled, call("the source's state", self._stream.state)))
+        mark = None
+        if self._pulled > self._marks[-1][0] and not self._ended:
+            mark = self._pulled, call("the source's state", self._stream.state)
         rows: list[list[Any]] = [[] for _ in range(self.rows)]
-        room = self._room()
+        room = np.tile(self._row, (self.rows, 1))
         waiting: list[_Waiting] = []
         placed: list[int] = []
 
@@ -162,6 +190,8 @@ class StepBuilder(BaseNode[list[list[Any]]]):
             if pulled is None:
                 break
             place(pulled)
+        if mark is not None and self._pulled > mark[0]:
+            self._marks.append(mark)
         if not placed:
             raise StopIteration
         self._waiting = waiting
@@ -169,56 +199,79 @@ class StepBuilder(BaseNode[list[list[Any]]]):
         self._forget()
         return [row or PaddingRow() for row in rows]
 
-    def _pull(self) -> _Waiting | None:
-        if self._ended:
-            return None
-        try:
-            sample = self._stream.next()
-        except StopIteration:
-            self._ended = True
-            return None
-        number = self._pulled
-        try:
-            metadata = self._describe(sample).metadata
-        except Exception as error:
-            raise SampleError(
-                f"sample {number} since the stream was begun or loaded: {type(error).__name__}: {error}",
-                number,
-            ) from error
-        self._pulled += 1
-        return _Waiting(number, sample, metadata)
-
-    def _room(self) -> np.ndarray[Any, np.dtype[np.float64]]:
-        limits = self._limits
-        most = [float(limits.seq_len), float(limits.max_segments or np.inf), *self._budgets.values()]
-        return np.tile(np.array(most), (self.rows, 1))
-
-    def _first_fit(self, room: np.ndarray[Any, np.dtype[np.float64]], item: _Waiting) -> int | None:
-        features, budgets = item.metadata.features, self._budgets
-        needs = [
-            min(item.metadata.tokens, self._limits.seq_len),
-            1.0,
-            *(features.get(name, 0.0) for name in budgets),
-        ]
-        fits = np.all(room >= np.array(needs), axis=1)
-        row = int(fits.argmax())
-        if fits[row]:
-            room[row] -= needs
-            return row
-        over = [name for name, limit in budgets.items() if features.get(name, 0.0) > limit]
-        if over:
-            raise Infeasible(
-                f"sample {item.number} has {over[0]}={features[over[0]]}, the budget of a row is {budgets[over[0]]}: it "
-                "fits no row. Raise the budget or leave the sample out."
-            )
+    def _pull(self, *, known: bool = False) -> _Waiting | None:
+        """The next sample that can be used; None at the end, or of a ``known`` one that was handed out or left out."""
+        while not self._ended:
+            try:
+                sample = self._stream.next()
+            except StopIteration:
+                self._ended = True
+                return None
+            number = self._pulled
+            if known:
+                self._pulled += 1
+                return None
+            try:
+                needs = self._needs(number, self._describe(sample).metadata)
+            except Infeasible as error:
+                self._leave_out(number, error, error)
+            except Exception as error:
+                told = (
+                    f"sample {number} since the stream was begun or loaded: {type(error).__name__}: {error}"
+                )
+                failed = SampleError(told, number)
+                failed.__cause__ = error
+                self._leave_out(number, error, failed)
+            else:
+                self._pulled += 1
+                return _Waiting(number, sample, needs)
         return None
+
+    def _leave_out(self, number: int, error: Exception, failed: Exception) -> None:
+        """Skip a sample for good (a resume passes over it), or raise ``failed``."""
+        if not self._skips:
+            raise failed
+        log.warning(
+            "sample %d since the stream was begun or loaded is skipped: %s: %s",
+            number,
+            type(error).__name__,
+            error,
+        )
+        self.skipped += 1
+        self._pulled += 1
+        self._handed.add(number)
+
+    def _needs(self, number: int, metadata: SampleMetadata) -> Amounts:
+        """What a sample takes of a row: all of its tokens where it must be alone."""
+        tokens, features = min(metadata.tokens, self.seq_len), metadata.features
+        needs = [units_of(features.get(name, 0.0), limit) for name, limit in self._budgets.items()]
+        found: Amounts = np.array([tokens, 1, *needs])
+        over = found > self._row
+        if not over.any():
+            return found
+        if self._limits.oversized != "single":
+            name = list(self._budgets)[int(over.argmax()) - 2]
+            raise Infeasible(
+                f"sample {number} has {name}={features[name]}, the budget of a row is {self._budgets[name]}: it "
+                "fits no row. Raise the budget, leave the sample out, or choose oversized='single'."
+            )
+        return np.array([self.seq_len if tokens else 0, 1, *np.minimum(found, self._row)[2:]])
+
+    def _first_fit(self, room: Amounts, item: _Waiting) -> int | None:
+        fits = np.asarray((room >= item.needs).all(axis=1))
+        row = int(fits.argmax())
+        if not fits[row]:
+            return None
+        room[row] -= item.needs
+        return row
 
     def _forget(self) -> None:
         """Marks before which nothing waits, and what was handed out before them."""
         oldest = min((item.number for item in self._waiting), default=self._pulled)
         while len(self._marks) > 1 and self._marks[1][0] <= oldest:
             self._marks.pop(0)
-        if oldest == self._pulled and self._marks[-1][0] < oldest:
+        # A stream that has ended may stand at its beginning again: what it says of itself is no position behind the last.
+        if oldest == self._pulled and self._marks[-1][0] < oldest and not self._ended:
             self._marks = [(self._pulled, call("the source's state", self._stream.state))]
         base = self._marks[0][0]
         self._handed = {number for number in self._handed if number >= base}
