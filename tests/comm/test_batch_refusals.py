@@ -75,8 +75,8 @@ def test_what_cannot_be_told_is_refused_by_name_before_anything_is_sent() -> Non
 
     assert "which other ranks cannot find by that name" in str(refused(Local(1)))
     assert str(refused({}, state={"rng": {1, 2}})) == (
-        "the state at this batch cannot be told to model-parallel peers (Object of type set is not JSON serializable); a "
-        "state is made of dicts, lists, numbers and strings: {'rng': {1, 2}}"
+        "the state at this batch cannot be told to model-parallel peers: state['rng']: unsupported type set; a state is "
+        "made of dicts, lists, tuples, numbers, strings, bytes, arrays and tensors"
     )
 
 

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -126,6 +127,29 @@ def test_messages_of_any_sizes_follow_each_other(conversation: Any, lengths: lis
 def test_an_end_brings_its_state(conversation: Any) -> None:
     heard, _ = conversation.talk(lambda wire: wire.send_end({"step": 9}), 1)
     assert heard == [Message(state={"step": 9}, is_end=True)]
+
+
+def test_a_state_arrives_as_it_is_whatever_it_is_made_of(conversation: Any) -> None:
+    states: list[dict[str, Any]] = [
+        {"step": 1, "source": {"0": [1, 2.5, None, "x", {"done": False}]}},
+        {"indices": {0: 1, 2: (3, "x")}},
+        {"tensor": torch.arange(3), "bytes": b"\xff", "integer": np.int64(3), "array": np.arange(2)},
+        {"nested": [{"tuple": ()}], "large": 2**80},
+    ]
+    batch = {**text_batch(1), "opaque": b"other"}
+
+    def tell(wire: BatchBroadcast) -> None:
+        for state in states:
+            wire.send(wire.prepare(batch, state))
+        for state in states:
+            wire.send_end(state)
+
+    heard, _ = conversation.talk(tell, 2 * len(states))
+    for message, state in zip(heard, [*states, *states], strict=True):
+        assert isinstance(message, Message)
+        assert_same(state, message.state)
+        if not message.is_end:
+            assert_same(batch, message.batch)
 
 
 def test_an_error_arrives_with_its_type_and_words(conversation: Any) -> None:

@@ -8,11 +8,13 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
-from evenstep import DataPlane, LoaderConfig, StateMismatch, StepSampler, build_loader
+from evenstep import DataPlane, LoaderConfig, RemoteRankError, StateMismatch, StepSampler, build_loader
 from evenstep.nodes import ExternalStepReader
-from evenstep.testing import SimulatedWorld
+from evenstep.testing import SimulatedWorld, assert_same
 
 CONFIG = LoaderConfig(seq_len=512, balance_window=2)
 
@@ -106,6 +108,72 @@ def test_a_source_that_can_be_resharded_goes_to_any_number_of_ranks(corpus: Any,
     assert {key: n for key, n in found.items() if set(key) != {0}} == dict(expected)
     outcomes = SimulatedWorld(3).outcomes(load, states[0])
     assert "the source needs the states of all old ranks, those of 1 are missing" in str(outcomes[0])
+
+
+class Odd:
+    """One-row steps; what its state is made of, JSON would refuse or change."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.taken < 4:
+            self.taken += 1
+            yield [[{"input_ids": torch.full((3,), self.taken)}]]
+        self.taken = 0
+
+    def state_dict(self) -> Any:
+        return {"taken": {0: torch.tensor(self.taken)}, "pair": (1, b"x"), "number": np.int64(self.taken)}
+
+    def load_state_dict(self, state: Any) -> None:
+        assert state["pair"] == (1, b"x")
+        assert type(state["number"]) is np.int64
+        self.taken = int(state["taken"][0])
+
+
+def test_a_state_of_tensors_and_integer_keys_is_the_same_on_model_parallel_peers() -> None:
+    def run(plane: DataPlane) -> Any:
+        batches, states = [], []
+        with build_loader(Odd() if plane.is_constructor else None, plane, CONFIG) as loader:
+            for batch in loader:
+                batches.append(batch["input_ids"][batch["input_ids"] > 0].tolist())
+                states.append(loader.state_dict())
+        return batches, [*states, loader.state_dict()]
+
+    def resume(plane: DataPlane, state: Any) -> Any:
+        with build_loader(Odd() if plane.is_constructor else None, plane, CONFIG) as loader:
+            loader.load_state_dict(state)
+            return [batch["input_ids"][batch["input_ids"] > 0].tolist() for batch in loader]
+
+    world = SimulatedWorld({"dp": 1, "tp": 2})
+    (batches, states), (same, of_peer) = world.run(run)
+    assert batches == same == [[k] * 3 for k in range(1, 5)]
+    assert_same(states, of_peer)
+    for peer in SimulatedWorld({"dp": 1, "tp": 2}).run(resume, of_peer[1]):
+        assert peer == batches[2:]
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_state_that_peers_cannot_be_told_is_an_error_on_every_rank(steps: int) -> None:
+    class Unsayable(Odd):
+        def __iter__(self) -> Iterator[Any]:
+            return iter([[[{"input_ids": torch.ones(2)}]]] * steps)
+
+        def state_dict(self) -> Any:
+            return {"seen": {1, 2}}
+
+    def run(plane: DataPlane) -> None:
+        with build_loader(Unsayable() if plane.is_constructor else None, plane, CONFIG) as loader:
+            list(loader)
+
+    told, heard = SimulatedWorld({"dp": 1, "tp": 2}).outcomes(run)
+    assert isinstance(told, TypeError)
+    assert str(told) == (
+        "the state at this batch cannot be told to model-parallel peers: state['source']['0']['position']['seen']: "
+        "unsupported type set; a state is made of dicts, lists, tuples, numbers, strings, bytes, arrays and tensors"
+    )
+    assert isinstance(heard, RemoteRankError)
+    assert str(told) in str(heard)
 
 
 def test_a_state_that_no_checkpoint_can_hold_names_its_key() -> None:

@@ -21,6 +21,7 @@ from evenstep.comm.batch_layout import Layout
 from evenstep.comm.batch_message import BATCH, CONSTRUCTOR, END, ERROR, Heard, MessageChannel
 from evenstep.comm.batch_spec import BatchSpec
 from evenstep.comm.batch_structure import (
+    SCALAR_TYPES,
     Leaves,
     TensorKind,
     describe,
@@ -114,7 +115,10 @@ class BatchBroadcast:
         """
         leaves = Leaves()
         node = describe(batch, leaves)
-        told: dict[str, Any] = {"state": state, "scalars": leaves.scalars, "others": len(leaves.others)}
+        extra = self._encode(leaves, state)
+        told: dict[str, Any] = {"scalars": leaves.scalars, "others": len(leaves.others)}
+        if _is_json(state):
+            told["state"] = state
         structure = b""
         if self._spec is not None:
             told["device"] = self._spec.check(node, leaves.tensors)
@@ -129,7 +133,7 @@ class BatchBroadcast:
         known = bool(structure) and structure == self._structure
         kinds = self._kinds if known else tensor_kinds(node)
         layout = self._layout(kinds, [list(tensor.shape) for tensor in leaves.tensors])
-        return Prepared(_to_json(told), self._encode(leaves), leaves.tensors, kinds, layout, structure)
+        return Prepared(_to_json(told), extra, leaves.tensors, kinds, layout, structure)
 
     def send(self, prepared: Prepared) -> None:
         """Broadcast a batch."""
@@ -145,7 +149,9 @@ class BatchBroadcast:
 
     def send_end(self, state: dict[str, Any]) -> None:
         """Tell the peers that the stream has ended."""
-        self._post(self._channel.compose(END, _to_json({"state": state})))
+        extra = self._encode(Leaves(), state)
+        told = {"state": state} if _is_json(state) else {}
+        self._post(self._channel.compose(END, _to_json(told), extra))
 
     def send_error(self, error: BaseException) -> None:
         """Tell the peers why there is no next batch: where it first happened, in its own words."""
@@ -179,16 +185,19 @@ class BatchBroadcast:
 
     def _read(self, heard: Heard) -> Message:
         told = heard.told
-        if heard.kind == END:
-            return Message(state=told["state"], is_end=True)
         if heard.kind == ERROR:
             return Message(error=_told_error(told))
+        beside = "state" not in told
+        others: list[Any] = []
+        if heard.extra:
+            buffer = torch.from_numpy(np.frombuffer(heard.extra, np.uint8).copy())
+            others = self._codec.decode(buffer, told.get("others", 0) + beside)
+        state = others.pop() if beside else told["state"]
+        if heard.kind == END:
+            return Message(state=state, is_end=True)
         shapes = self._shapes(told)
         leaves = Leaves()
-        leaves.scalars = told["scalars"]
-        if told["others"]:
-            buffer = torch.from_numpy(np.frombuffer(heard.extra, np.uint8).copy())
-            leaves.others = self._codec.decode(buffer, told["others"])
+        leaves.scalars, leaves.others = told["scalars"], others
         layout = self._layout(self._kinds, shapes)
         first = layout.host.packs[0].nbytes if layout.host.packs else 0
         if first != heard.tail_bytes:
@@ -205,7 +214,7 @@ class BatchBroadcast:
             else torch.empty(shape, dtype=kind.dtype, device=self._tensors.device_of(kind.device_type))
             for leaf, (kind, shape) in enumerate(zip(self._kinds, shapes, strict=True))
         ]
-        return Message(state=told["state"], batch=rebuild(self._node, leaves))
+        return Message(state=state, batch=rebuild(self._node, leaves))
 
     def _layout(self, kinds: list[TensorKind], shapes: list[list[int]]) -> Layout:
         """Batches mostly look like the one before."""
@@ -240,29 +249,42 @@ class BatchBroadcast:
             raise WireFormatError(f"sizes {shapes} do not fit the structure of the batch")
         return shapes
 
-    def _encode(self, leaves: Leaves) -> bytes:
-        if not leaves.others:
-            return b""
-        measures = []
+    def _encode(self, leaves: Leaves, state: dict[str, Any]) -> bytes:
+        """What the codec takes: such leaves, and last the state where JSON would change it (a tensor, an integer key)."""
+        values, measures = list(leaves.others), []
         for path, value in zip(leaves.paths, leaves.others, strict=True):
             try:
                 measures.append(self._codec.measure(value))
             except TypeError as error:
                 raise TypeError(f"batch{path} cannot be told to model-parallel peers: {error}") from None
+        if not _is_json(state):
+            values.append(state)
+            try:
+                measures.append(self._codec.measure(state))
+            except TypeError as error:
+                what = str(error).removeprefix("sample").partition(";")[0]
+                raise TypeError(
+                    f"the state at this batch cannot be told to model-parallel peers: state{what}; a state is made of "
+                    "dicts, lists, tuples, numbers, strings, bytes, arrays and tensors"
+                ) from None
+        if not values:
+            return b""
         nbytes, structures = zip(*measures, strict=True)
         out = torch.empty(self._codec.segment_bytes(nbytes, structures), dtype=torch.uint8)
-        self._codec.encode(leaves.others, out)
+        self._codec.encode(values, out)
         return out.numpy().tobytes()
 
 
+def _is_json(value: Any) -> bool:
+    """Whether ``value`` comes back from JSON as it is."""
+    kind = type(value)
+    if kind is dict:
+        return all(type(key) is str and _is_json(item) for key, item in value.items())
+    return all(map(_is_json, value)) if kind is list else kind in SCALAR_TYPES
+
+
 def _to_json(told: dict[str, Any]) -> bytes:
-    try:
-        return json.dumps(told, separators=(",", ":")).encode()
-    except (TypeError, ValueError) as error:
-        raise TypeError(
-            f"the state at this batch cannot be told to model-parallel peers ({error}); a state is made of dicts, lists, "
-            f"numbers and strings: {told.get('state')!r}"
-        ) from None
+    return json.dumps(told, separators=(",", ":")).encode()
 
 
 def _told_error(told: dict[str, Any]) -> RemoteRankError:

@@ -102,7 +102,11 @@ class ModelBroadcast(Stage[Any, Any]):
             prepared = call("preparing a batch", self._wire.prepare, batch, self._pulled_state)
         except StopIteration:
             self._state = self._pulled_state = self.source.state_dict()
-            self._wire.send_end(self._state)
+            try:
+                self._wire.send_end(self._state)
+            except TypeError as error:  # about the state, before anything was sent
+                self._tell(error)
+                raise
             raise
         except Exception as error:
             self._tell(error)
