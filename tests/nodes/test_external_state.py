@@ -157,7 +157,7 @@ def test_a_state_of_tensors_and_integer_keys_is_the_same_on_model_parallel_peers
 def test_a_state_that_peers_cannot_be_told_is_an_error_on_every_rank(steps: int) -> None:
     class Unsayable(Odd):
         def __iter__(self) -> Iterator[Any]:
-            return iter([[[{"input_ids": torch.ones(2)}]]] * steps)
+            return iter([[[{"input_ids": torch.ones(2, dtype=torch.int64)}]]] * steps)
 
         def state_dict(self) -> Any:
             return {"seen": {1, 2}}
