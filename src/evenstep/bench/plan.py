@@ -70,7 +70,8 @@ def _text(result: dict[str, Any]) -> str:
             value = planner["imbalance"]
             score = f"{'-':>9}" if value is None else f"{value:9.5f}"
             broke = f"  broke the limit {planner['broke_limit']}x" if planner["broke_limit"] else ""
-            lines.append(f"  {name:24}{score} {planner['seconds'] * 1e3:9.2f} ms{broke}")
+            most = f" (max {planner['max_seconds'] * 1e3:.0f})" if name == "auto" else ""
+            lines.append(f"  {name:24}{score} {planner['seconds'] * 1e3:9.2f} ms{most}{broke}")
         lines += [f"  {name:24} failed: {why}" for name, why in row["failed_peers"].items()]
     if "quality" in result:
         lines.append(f"\n{_verdict(result['quality'])}")

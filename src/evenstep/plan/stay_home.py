@@ -19,7 +19,7 @@ __all__ = ["stay_home"]
 # own rank, one part in each. Polishing evens out what is above. Later tries are for windows that move too much.
 _TRIES = ((64, 0), (128, 50), (128, 25), (1024, 0))
 _CLOSE, _FEW = 1.0115, 0.2  # times the makespans of the best plan, and share that moves: no more tries
-_FEW_SLOTS = 32  # up to here tries cost next to nothing
+_SMALL = 1 << 12  # samples times slots up to which tries cost next to nothing
 _WORTH = 0.2  # a sample leaves its rank where that evens out more than this share of its work
 
 
@@ -41,12 +41,13 @@ def stay_home(
     makespan = np.sort(problem.loads(best).sum(axis=2).max(axis=1))[::-1]
     enough, few = int(makespan.sum()) * _CLOSE, int(value.sum()) * _FEW
     tries = []
-    for slack, beyond in _TRIES if thorough or problem.slots <= _FEW_SLOTS else _TRIES[:1]:
+    thorough = thorough or problem.size * problem.slots <= _SMALL
+    for slack, beyond in _TRIES if thorough else _TRIES[:1]:
         level = makespan + makespan // slack
         extra = int(level.min()) // beyond if beyond else 0
         start = repaired(problem, partial(np.copyto, src=refine(problem, order, holders, level, extra)))
         layout = best if isinstance(start, str) else start
-        for _ in range(2):
+        for _ in range(2 if thorough else 1):
             layout = match_holders(problem, layout, holders, value)
             layout = polish_at_home(problem, layout, hard, holders, price)
         length = problem.makespans(layout)
