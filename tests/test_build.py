@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torchdata.nodes as tn
+from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from evenstep import (
     ConfigMismatch,
@@ -25,6 +26,7 @@ from evenstep import (
 )
 from evenstep.nodes import HostPrefetch, MetadataGather, Packer, PayloadAllToAll, Planner, SamplerReader
 from evenstep.packing import collate_rows, pack_text
+from evenstep.sampling import TorchSamplerAdapter
 from evenstep.testing import SimulatedWorld, assert_same
 
 LENGTHS = [(7 * i) % 61 for i in range(200)]
@@ -287,6 +289,87 @@ def test_a_loader_that_is_dropped_after_its_end_or_an_error_leaves_no_thread(dat
     for thread in set(threading.enumerate()) - before:
         thread.join(5)
         assert not thread.is_alive(), f"{thread.name} is still alive"
+
+
+class Doubled:
+    """Every second sample."""
+
+    def index_at(self, epoch: int, positions: Any) -> Any:
+        return 2 * positions + epoch
+
+
+@pytest.mark.parametrize("metadata", [None, LENGTHS], ids=["read", "known"])
+@pytest.mark.parametrize(
+    ("order", "count"),
+    [
+        (SubsetRandomSampler(range(50, 90)), 40),
+        (WeightedRandomSampler([1.0] * 200, 400), 400),
+        (RandomSampler(range(200), num_samples=40), 40),
+        (Doubled(), 80),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_part_of_the_dataset_or_more_than_all_of_it_may_be_named(
+    order: Any, count: int, metadata: list[int] | None
+) -> None:
+    steps: StepSampler
+    if isinstance(order, Doubled):
+        steps = StepSampler(count, global_batch_size=8, order=order)
+    else:
+        steps = TorchSamplerAdapter(order, global_batch_size=8)
+    config = LoaderConfig(seq_len=64, empty="drop")
+    with build_loader(DATA, None, config, sampler=steps, metadata=metadata) as loader:
+        assert sum(1 for _ in loader) == count
+
+
+@pytest.mark.parametrize(
+    ("dataset", "metadata", "message"),
+    [
+        (
+            DATA[:90],
+            None,
+            "the sampler names sample 90, the dataset has 90: it would be out of range. Build the sampler over the "
+            "dataset that is passed here.",
+        ),
+        (
+            None,
+            LENGTHS[:90],
+            "the sampler names sample 90, metadata has 90: it would be out of range. Build the sampler over the dataset "
+            "that is passed here.",
+        ),
+        (
+            DATA,
+            LENGTHS[:95],
+            "metadata has 95 samples, the dataset has 200: rows would be planned with the lengths of other samples. "
+            "Compute the metadata from the dataset as it is now.",
+        ),
+    ],
+)
+def test_a_part_that_the_dataset_or_its_metadata_does_not_have_is_refused(
+    dataset: Any, metadata: list[int] | None, message: str
+) -> None:
+    class Sizeless:
+        def __getitem__(self, index: int) -> Any:
+            return DATA[index]
+
+    steps = TorchSamplerAdapter(SubsetRandomSampler(range(50, 91)), global_batch_size=8)
+    with pytest.raises(ValueError, match="^" + re.escape(message) + "$"):
+        build_loader(
+            Sizeless() if dataset is None else dataset, None, CONFIG, sampler=steps, metadata=metadata
+        )
+
+
+def test_an_order_that_leaves_the_metadata_is_refused_where_it_does() -> None:
+    steps = StepSampler(100, global_batch_size=100, order=Doubled())
+    config = LoaderConfig(seq_len=64, empty="drop", host_prefetch=0)
+    with build_loader(DATA, None, config, sampler=steps, metadata=LENGTHS) as loader:
+        loader.set_epoch(2)
+        message = (
+            "the sampler names sample 200, metadata has 200: its length is not known. Give metadata of every sample of "
+            "the dataset, or an order that stays inside it."
+        )
+        with pytest.raises(RemoteRankError, match=re.escape(message)):
+            next(loader)
 
 
 def test_a_start_of_another_stream_is_refused() -> None:

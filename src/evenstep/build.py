@@ -35,7 +35,7 @@ from evenstep.nodes import (
     ShardPad,
 )
 from evenstep.nodes.balance import Balance
-from evenstep.nodes.known import KnownMetadata, known_metadata, tells_documents
+from evenstep.nodes.known import KnownMetadata, tells_documents
 from evenstep.packing import (
     Shard,
     collate_rows,
@@ -185,16 +185,13 @@ def _compose(request: Request, plane: DataPlane) -> BaseNode[Any]:
 def _constructed(request: Request, plane: DataPlane) -> BaseNode[Any]:
     """The batches of this replica, at its constructor; elsewhere what only knows where they stand."""
     config, topology = request.config, plane.topology
-    known = None
-    if request.metadata is not None:
-        assert request.sampler is not None
-        known = known_metadata(request.metadata, request.sampler.start().dataset_size, config.budgets or ())
-        if request.explode is not None and config.repack and not tells_documents(known):
-            raise ValueError(
-                "explode with repack=True needs the documents of each sample before planning, which metadata does not "
-                "give: pass them as the columns 'documents' and 'document_offsets', choose repack=False to keep the rows "
-                "whole, or leave metadata out"
-            )
+    known = request.known_metadata()
+    if known is not None and request.explode is not None and config.repack and not tells_documents(known):
+        raise ValueError(
+            "explode with repack=True needs the documents of each sample before planning, which metadata does not "
+            "give: pass them as the columns 'documents' and 'document_offsets', choose repack=False to keep the rows "
+            "whole, or leave metadata out"
+        )
     source = _reader(request, plane, known)
     if not topology.in_data_plane:
         return source

@@ -16,8 +16,9 @@ from evenstep.cost import DEFAULT_COST, CostModel, describe_cost
 from evenstep.cost.model import check_model
 from evenstep.cursor import Cursor
 from evenstep.nodes.balance import Balance
+from evenstep.nodes.known import KnownMetadata, known_metadata
 from evenstep.packing import Shard
-from evenstep.sampling import LocalStepSource, Sampler
+from evenstep.sampling import LocalStepSource, Sampler, StepSampler
 from evenstep.shown import shown
 from evenstep.topology import Topology
 
@@ -84,8 +85,45 @@ class Request:
         self._check_types()
         self._check_combinations(topology)
         check_device(self.device)
-        if isinstance(self.sampler, Sampler):
-            _check_size(self.dataset, self.sampler)
+        if isinstance(self.sampler, Sampler) and hasattr(self.dataset, "__len__"):
+            self._check_size(self.sampler, len(self.dataset))
+
+    def known_metadata(self) -> KnownMetadata | None:
+        """The metadata that is known ahead, as something to take steps from.
+
+        Raises:
+            TypeError, ValueError: It is nothing of the kind, or belongs to another dataset.
+        """
+        if self.metadata is None:
+            return None
+        assert isinstance(self.sampler, Sampler)
+        known = known_metadata(self.metadata, self._expected_size(self.sampler), self.config.budgets or ())
+        dataset_size = len(self.dataset) if hasattr(self.dataset, "__len__") else len(known)
+        if dataset_size != len(known):
+            raise ValueError(
+                f"metadata has {len(known)} samples, the dataset has {dataset_size}: rows would be planned with the "
+                "lengths of other samples. Compute the metadata from the dataset as it is now."
+            )
+        _check_reach(self.sampler, "metadata", len(known))
+        return known
+
+    @staticmethod
+    def _expected_size(sampler: Sampler) -> int:
+        """Samples of the sampler's dataset; 0 where it may name any part of one, in an order of the user's."""
+        free = isinstance(sampler, StepSampler) and sampler.order in ("torch", "custom")
+        return 0 if free else sampler.start().dataset_size
+
+    def _check_size(self, sampler: Sampler, size: int) -> None:
+        """A dataset of another size than the sampler's is found now rather than at its last index."""
+        if size == 0:
+            raise ValueError("the dataset is empty: there is nothing to train on")
+        expected = self._expected_size(sampler)
+        if expected and size != expected:
+            raise ValueError(
+                f"the sampler was made for {expected} samples, the dataset has {size}: samples would be missing "
+                f"or out of range. Build the sampler with {size} samples."
+            )
+        _check_reach(sampler, "the dataset", size)
 
     def _check_types(self) -> None:
         if self.sampler is not None and not isinstance(self.sampler, (Sampler, LocalStepSource)):
@@ -158,15 +196,11 @@ def _has_index(dataset: Any) -> bool:
     return reads and not isinstance(dataset, type)
 
 
-def _check_size(dataset: Any, sampler: Sampler) -> None:
-    """A dataset of another size than the sampler's is found now rather than at its last index."""
-    expected = sampler.start().dataset_size
-    if dataset is None or not hasattr(dataset, "__len__") or not expected:
-        return
-    if len(dataset) == 0:
-        raise ValueError("the dataset is empty: there is nothing to train on")
-    if len(dataset) != expected:
+def _check_reach(sampler: Sampler, name: str, size: int) -> None:
+    """Refuse an index that nothing has, where the sampler knows its largest."""
+    largest = getattr(sampler, "largest_index", None)
+    if largest is not None and largest >= size:
         raise ValueError(
-            f"the sampler was made for {expected} samples, the dataset has {len(dataset)}: samples would be missing "
-            f"or out of range. Build the sampler with {len(dataset)} samples."
+            f"the sampler names sample {largest}, {name} has {size}: it would be out of range. Build the sampler over "
+            "the dataset that is passed here."
         )

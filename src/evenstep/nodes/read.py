@@ -181,6 +181,12 @@ class SampleReader:
         metadata: KnownMetadata,
     ) -> Window:
         """The same window from lengths known ahead: nothing is read."""
+        largest = int(indices.max(initial=-1))
+        if largest >= len(metadata):
+            raise ValueError(
+                f"the sampler names sample {largest}, metadata has {len(metadata)}: its length is not known. Give metadata "
+                "of every sample of the dataset, or an order that stays inside it."
+            )
         table = metadata.take(indices)
         parts = None
         if self._explode is not None:

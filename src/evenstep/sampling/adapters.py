@@ -25,7 +25,7 @@ _KEPT_EPOCHS = 2  # look-ahead may be in the next one while its consumer is in t
 
 
 class TorchSamplerAdapter(StepSampler):
-    """Any `torch.utils.data.Sampler` over the whole dataset as the order of a `StepSampler`.
+    """Any `torch.utils.data.Sampler` over a dataset, or a part of it, as the order of a `StepSampler`.
 
     Each epoch of the sampler is written down once, O(samples) time and memory, after which the position
     costs nothing. The sampler must give the same order on every rank: its order of epoch 0 goes into the
@@ -74,6 +74,12 @@ class TorchSamplerAdapter(StepSampler):
         )
         self.order = "torch"
         self.sampler = sampler
+        self._largest = int(order.index_at(0, np.arange(order.num_samples)).max())
+
+    @property
+    def largest_index(self) -> int:
+        """The largest index in the sampler's epoch 0: the dataset needs one sample more, and may have any number."""
+        return self._largest
 
 
 class _TorchOrder:
