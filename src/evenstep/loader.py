@@ -12,7 +12,9 @@ import torchdata.nodes as tn
 
 from evenstep.cursor import Cursor, find_cursor, next_epoch_state
 from evenstep.nodes.balance import Balance
+from evenstep.nodes.external_step_reader import ExternalStepReader
 from evenstep.nodes.planner import Planner
+from evenstep.nodes.source_position import has_ended, mark_ended
 from evenstep.nodes.stage import Stage, call, met_again, upstream
 from evenstep.nodes.stock import bare, changes_count, wrapped_like
 
@@ -158,8 +160,12 @@ class Loader(tn.Loader[T], Generic[T]):
         if not self._begun:
             self._apply()
         state: Any = self.root.state_dict()
-        state = bare(state)
-        return copy.deepcopy(next_epoch_state(state) if self._resets else state)
+        state = copy.deepcopy(bare(state))
+        if self._resets:
+            return next_epoch_state(state)  # type: ignore[no-any-return]  # as `state`
+        if self._finished and isinstance(self._source(), ExternalStepReader):
+            mark_ended(find_cursor(state))
+        return state  # type: ignore[no-any-return]  # a dictionary
 
     save_state = state_dict
 
@@ -200,7 +206,7 @@ class Loader(tn.Loader[T], Generic[T]):
         cursor = Cursor.from_dict(_without_source(state))
         if epoch != cursor.epoch:
             started = cursor.consumed_samples or cursor.micro_batch
-            if started and not self._finished and not self._at_end(cursor):
+            if started and not self._finished and not has_ended(state) and not self._at_end(cursor):
                 raise RuntimeError(
                     f"set_epoch({epoch}) in the middle of epoch {cursor.epoch} (after {cursor.consumed_samples} "
                     "samples) would skip the rest of it. Finish the epoch, or load a state that stands elsewhere."
@@ -293,7 +299,9 @@ class Loader(tn.Loader[T], Generic[T]):
         return self._is_end(self.state_dict())
 
     def _is_end(self, state: Mapping[str, Any]) -> bool:
-        return not _is_foreign(state) and self._at_end(Cursor.from_dict(_without_source(state)))
+        if _is_foreign(state):
+            return False
+        return has_ended(state) or self._at_end(Cursor.from_dict(_without_source(state)))
 
     def _at_end(self, cursor: Cursor) -> bool:
         is_end = getattr(self._source(), "is_end", None)

@@ -54,6 +54,20 @@ class Keeping(IterableDataset[Any]):
         self.position, self.epoch = state["position"], state["epoch"]
 
 
+class Lazy(Keeping):
+    """Goes where it was told only once it is iterated, as torchdata's sampler does."""
+
+    next_position: int | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.next_position is not None:
+            self.position, self.next_position = self.next_position, None
+        yield from super().__iter__()
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.next_position, self.epoch = state["position"], state["epoch"]
+
+
 class Distributed:
     """Torchdata's sampler in micro-batches of two."""
 
@@ -82,6 +96,10 @@ def step(epoch: int, position: int) -> list[Any]:
     return [[sample(epoch, position)]]
 
 
+def two_rows(epoch: int, position: int) -> list[Any]:
+    return step(epoch, 2 * position - 1) + step(epoch, 2 * position)
+
+
 def micro_batch(epoch: int, position: int) -> list[int]:
     return [2 * (position - 1) + epoch % 2]
 
@@ -97,6 +115,7 @@ def rank_local(batches: Any, accumulation_steps: int) -> RankLocalBatchSampler:
 def loader_of(kind: str, host_prefetch: int | None) -> Any:
     sources: dict[str, Callable[[], Any]] = {
         "steps": lambda: Keeping(step),
+        "lazy": lambda: Lazy(two_rows),
         "samples": lambda: StepBuilder(Keeping(sample), seq_len=2, rows=2, look_ahead=1),
         "dataset": lambda: StatefulDataLoader(Keeping(sample), batch_size=2, collate_fn=as_step),
         "shuffled": lambda: StatefulDataLoader(Numbers(), batch_size=2, shuffle=True, collate_fn=as_step),
@@ -111,7 +130,7 @@ def loader_of(kind: str, host_prefetch: int | None) -> Any:
     return build_loader(source, None, config)
 
 
-KINDS = ["steps", "samples", "dataset", "shuffled", "micro-batches", "a remainder", "distributed"]
+KINDS = ["steps", "lazy", "samples", "dataset", "shuffled", "micro-batches", "a remainder", "distributed"]
 
 
 def numbers(batch: Any) -> list[int]:
@@ -149,6 +168,22 @@ def test_every_epoch_is_as_long_as_the_first_also_after_a_resume_anywhere(
             assert [len(batches) for batches in resumed[1:]] == [len(epochs[0])] * (EPOCHS - epoch - 1)
         else:
             assert resumed[1:] == epochs[epoch + 1 :]
+
+
+@pytest.mark.parametrize("kind", ["lazy", "samples", "micro-batches", "distributed"])
+def test_a_state_taken_inside_the_first_step_after_a_resume_is_one_too(kind: str) -> None:
+    with loader_of(kind, 0) as loader:
+        batches = [numbers(next(loader)) for _ in range(2)]
+        state = loader.state_dict()
+        batches += [numbers(batch) for batch in loader]
+    with loader_of(kind, 0) as loader:
+        loader.load_state_dict(state)
+        assert numbers(next(loader)) == batches[2]
+        inside = loader.state_dict()
+    assert inside["micro_batch"] == 1
+    with loader_of(kind, 0) as loader:
+        loader.load_state_dict(inside)
+        assert [numbers(batch) for batch in loader] == batches[2:]
 
 
 @pytest.mark.parametrize("size", [4, 10**12])
@@ -196,3 +231,36 @@ def test_a_later_epoch_is_begun_without_reading_those_before_it() -> None:
         loader.set_epoch(5)
         assert numbers(next(loader)) == [501]
     assert source.pulled < 10
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "shuffled"])
+def test_a_restored_end_goes_on_with_any_epoch(kind: str) -> None:
+    with loader_of(kind, None) as loader:
+        epochs = [[numbers(batch) for batch in loader] for _ in range(3)]
+    with loader_of(kind, None) as loader:
+        inside = [loader.state_dict() for _ in loader][-1]
+        end = loader.state_dict()
+    assert "ended" not in inside["source"]["0"]
+    assert end["source"] == {"0": {**inside["source"]["0"], "ended": True}}
+    assert {key: end[key] for key in end if key != "source"} == {
+        key: inside[key] for key in inside if key != "source"
+    }
+    with loader_of(kind, None) as loader:
+        loader.load_state_dict(end)
+        assert loader.state_dict() == end
+        loader.set_epoch(2)
+        assert [numbers(batch) for batch in loader] == epochs[2]
+    with loader_of(kind, None) as loader:
+        loader.load_state_dict(end)
+        assert list(loader) == []
+        assert loader.state_dict() == end
+        assert [numbers(batch) for batch in loader] == epochs[1]
+    with loader_of(kind, None) as loader:
+        loader.restart_on_stop_iteration = True
+        loader.load_state_dict(end)
+        assert [numbers(batch) for batch in loader] == epochs[1]
+    with loader_of(kind, None) as loader:
+        loader.load_state_dict(inside)
+        with pytest.raises(RuntimeError, match=r"^set_epoch\(1\) in the middle of epoch 0 "):
+            loader.set_epoch(1)

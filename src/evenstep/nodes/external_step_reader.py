@@ -37,7 +37,7 @@ class ExternalStepReader(WindowReader):
     is an error on every rank; one that is meant, at the end of a stream, is a `PaddingRow`, as `StepBuilder` gives it.
 
     Its state is the shared cursor, which counts rows, and beside it the position of this rank's stream under the
-    key of its dp rank: ``"source": {"3": {"epoch": ..., "position": ...}}``. It resumes exactly, on as many dp ranks; on another number only if
+    key of its dp rank: ``"source": {"3": {"epoch": ..., "position": ...}}`` (at an epoch's end a `Loader` adds ``"ended": True``). It resumes exactly, on as many dp ranks; on another number only if
     the source has ``reshard(states, dp_rank, dp_size) -> state``, which gets the states of all old ranks by number.
 
     Args:

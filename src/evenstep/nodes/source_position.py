@@ -13,7 +13,7 @@ from evenstep.nodes.stage import call
 from evenstep.nodes.streams import check_serialisable
 from evenstep.topology import Topology
 
-__all__ = ["SourcePosition", "split_state"]
+__all__ = ["SourcePosition", "has_ended", "mark_ended", "split_state"]
 
 
 class SourcePosition:
@@ -25,7 +25,7 @@ class SourcePosition:
         topology: Roles of the ranks.
 
     Attributes:
-        here: ``{dp rank: {"epoch": ..., "position": ...}}``; empty on ranks that construct nothing.
+        here: ``{dp rank: {"epoch": ..., "position": ...}}``, where `mark_ended` may put ``"ended": True``; empty on ranks that construct nothing.
     """
 
     def __init__(self, source: Any, stream: LocalStream | None, topology: Topology) -> None:
@@ -105,7 +105,7 @@ def _entry(entry: Any) -> tuple[int, Any]:
     """Epoch and position of one rank's source."""
     if (
         not isinstance(entry, Mapping)
-        or set(entry) != {"epoch", "position"}
+        or set(entry) - {"ended"} != {"epoch", "position"}
         or type(entry["epoch"]) is not int
     ):
         raise ValueError(
@@ -122,3 +122,23 @@ def split_state(state: Mapping[str, Any]) -> tuple[Cursor, Mapping[str, Any]]:
     if not isinstance(sources, Mapping):
         raise TypeError(f"state['source'] is {sources!r}, expected a mapping from dp ranks to positions")
     return Cursor.from_dict(bare), sources
+
+
+def mark_ended(state: Mapping[str, Any]) -> None:
+    """Note in the positions beside the cursor ``state``, in place, that the epoch has ended there.
+
+    A position does not show it: only asking for one more step does.
+    """
+    for entry in state.get("source", {}).values():
+        entry["ended"] = True
+
+
+def has_ended(state: Mapping[str, Any]) -> bool:
+    """Whether `mark_ended` was told so in the epoch of the cursor ``state``."""
+    sources = state.get("source")
+    if not isinstance(sources, Mapping) or not sources:
+        return False
+    return all(
+        isinstance(entry, Mapping) and entry.get("ended") is True and entry.get("epoch") == state["epoch"]
+        for entry in sources.values()
+    )

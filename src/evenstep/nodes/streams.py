@@ -90,8 +90,10 @@ class _Stateful:
         self._under_way = False  # begun or loaded, and not exhausted
         self._untouched = False  # begun, and nothing taken
         self._beginning: Any = None  # the state there; None until somebody asks for it
+        self._loaded: Any = None  # until an item is taken: many sources only then go there, and say so
 
     def begin(self, epoch: int | None = None) -> None:
+        self._loaded = None
         self._leave()
         pass_epoch_on(self._source, epoch)
         self._items = iter(self._source)
@@ -101,16 +103,19 @@ class _Stateful:
         self._source.load_state_dict(copy.deepcopy(state))
         self._items = iter(self._source)
         self._under_way, self._untouched = True, False
+        self._loaded = copy.deepcopy(state)
         _count_once(self._items, state)
 
     def state(self) -> Any:
+        if self._loaded is not None:
+            return copy.deepcopy(self._loaded)
         state = copy_state(self._source.state_dict())
         if self._untouched:
             self._beginning = copy.deepcopy(state)
         return state
 
     def next(self) -> Any:
-        self._untouched = False
+        self._untouched, self._loaded = False, None
         try:
             return next(self._items)
         except StopIteration:
@@ -122,8 +127,10 @@ class _Stateful:
             return
         if self._beginning is None:
             deque(self._items, maxlen=0)
-        else:
-            self._source.load_state_dict(copy.deepcopy(self._beginning))
+            return
+        self._source.load_state_dict(copy.deepcopy(self._beginning))
+        if not hasattr(self._source, "set_epoch"):  # else its state may soon tell another epoch
+            self._loaded = copy.deepcopy(self._beginning)
 
 
 def _count_once(items: Any, state: Any) -> None:

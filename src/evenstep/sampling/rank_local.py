@@ -103,6 +103,7 @@ class RankLocalBatchSampler:
         self._ended = False
         self._batches: Iterator[Sequence[int]] | None = None  # None: not begun
         self._epoch_start: Any = None  # the batch sampler's own state there
+        self._loaded: Any = None  # its state until it is iterated: many only then go there, and say so
 
     def start(self) -> Cursor:
         """The beginning of epoch 0."""
@@ -118,9 +119,8 @@ class RankLocalBatchSampler:
                     f"{type(self.batch_sampler).__name__} at {self._consumed} of epoch {self._epoch}: a rank-local "
                     "sampler has one position, load the state that was saved beside the cursor"
                 )
-            if not restarts:
-                self._leave()
-            self._go_to(cursor.epoch, self._epoch_start if restarts else None)
+            begun = self._epoch_start if restarts or self._leave() else None
+            self._go_to(cursor.epoch, begun)
         if self._ended:
             return None
         if self._batches is None:
@@ -151,7 +151,7 @@ class RankLocalBatchSampler:
             "micro_batches": self._micro_batches,
             "consumed_samples": self._consumed,
             "ended": self._ended,
-            "batch_sampler": copy.deepcopy(self.batch_sampler.state_dict()) if self._stateful else None,
+            "batch_sampler": self._own_state() if self._stateful else None,
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -196,27 +196,34 @@ class RankLocalBatchSampler:
         self._micro_batches = self._consumed = 0
         self._ended = False
         self._batches = None
+        self._loaded = copy.deepcopy(own)
         if own is not None:
             self._set_epoch()
             self.batch_sampler.load_state_dict(copy.deepcopy(own))
 
-    def _leave(self) -> None:
-        """End the pass under way: a batch sampler with a state may keep its position until it is exhausted."""
+    def _leave(self) -> bool:
+        """End the pass under way: a batch sampler with a state may keep its position until it is exhausted.
+
+        Returns:
+            Whether it has no end to go to, and must go back to its beginning.
+        """
         if not self._stateful or not self._micro_batches or self._ended:
-            return
+            return False
         batches = iter(self.batch_sampler) if self._batches is None else self._batches
         endless = not isinstance(self.batch_sampler, Sized) and self._epoch_start is not None
         most = self.accumulation_steps if endless else None  # fewer are left at the end of an epoch
-        left = sum(1 for _ in islice(batches, most))
-        if left == most:
-            self.batch_sampler.load_state_dict(copy.deepcopy(self._epoch_start))
+        return sum(1 for _ in islice(batches, most)) == most
+
+    def _own_state(self) -> Any:
+        return copy.deepcopy(self.batch_sampler.state_dict() if self._loaded is None else self._loaded)
 
     def _open(self) -> Iterator[Sequence[int]]:
         if not self._stateful:
             self._set_epoch()
         elif self._micro_batches == 0:
             self._set_epoch()
-            self._epoch_start = copy.deepcopy(self.batch_sampler.state_dict())
+            self._epoch_start = self._own_state()
+        self._loaded = None
         batches: Iterator[Sequence[int]] = iter(self.batch_sampler)
         if not self._stateful:
             next(islice(batches, self._micro_batches, self._micro_batches), None)  # what was handed out
