@@ -6,6 +6,7 @@ import gc
 import re
 import threading
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -174,6 +175,16 @@ def test_accumulation_steps_that_are_no_number_name_what_else_there_is() -> None
     message = "accumulation_steps='Auto' (str), expected an integer, 'auto' or None"
     with pytest.raises(TypeError, match="^" + re.escape(message) + "$"):
         LoaderConfig(seq_len=64, accumulation_steps="Auto")
+
+
+def test_without_an_accelerator_batches_stay_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    def current_accelerator() -> None:
+        raise RuntimeError("Cannot access accelerator device when none is available.")  # as torch 2.6 does
+
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", current_accelerator)
+    with build_loader(DATA, None, replace(CONFIG, backend="nccl"), sampler=sampler()) as loader:
+        assert next(loader)["input_ids"].device.type == "cpu"
 
 
 def test_an_accelerator_that_is_not_there_is_refused_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,8 +152,9 @@ def _device(device: torch.device | str | None, config: LoaderConfig) -> torch.de
     if device is not None:
         return torch.device(device)
     backends = {config.backend, config.payload_backend or config.backend}
-    accelerator = torch.accelerator.current_accelerator() if backends - {"gloo"} else None
-    return torch.device("cpu") if accelerator is None else accelerator
+    # A torch that was built for one may find none on this machine, and torch 2.6 raises then.
+    wanted = bool(backends - {"gloo"}) and torch.accelerator.is_available()
+    return (torch.accelerator.current_accelerator() if wanted else None) or torch.device("cpu")
 
 
 def _plane(mesh: DeviceMesh | None, config: LoaderConfig, device: torch.device) -> DataPlane:

@@ -83,6 +83,8 @@ def test_there_is_a_recipe_for_every_kind_of_loop() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_recipe_trains_and_resumes(name: str, ranks: list[dict[str, Outcome]]) -> None:
+    if name == "fsdp" and torch.__version__.startswith("2.6."):
+        pytest.skip("fully_shard of torch 2.6 needs an accelerator")
     first = ranks[0][name]
     for outcome in (outcomes[name] for outcomes in ranks):
         assert not isinstance(outcome, str), outcome

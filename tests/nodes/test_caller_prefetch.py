@@ -146,11 +146,7 @@ DOCUMENTS = [{"input_ids": [1] * (1 + i % 5)} for i in range(16)]
 
 def build(**options: Any) -> Loader[Any]:
     return build_loader(
-        DOCUMENTS,
-        None,
-        LoaderConfig(seq_len=8, **options),
-        sampler=StepSampler(16, global_batch_size=4),
-        device="cpu",  # also where torch was built for CUDA and finds no device
+        DOCUMENTS, None, LoaderConfig(seq_len=8, **options), sampler=StepSampler(16, global_batch_size=4)
     )
 
 
