@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import re
 from collections.abc import Callable
@@ -223,6 +224,150 @@ PLANTED: list[tuple[Callable[[Row, list[Any]], Row], str, str]] = [
 ]
 
 
+def marked(name: str, mark: Callable[[list[int], int], Any], **others: Any) -> Callable[..., Row]:
+    """A pack whose documents are told apart by ``mark(lengths, width)`` alone, under ``name``."""
+
+    def pack(batch: list[Any], seq_len: int) -> Row:
+        row = {name: v for name, v in plain_pack(batch, seq_len).items() if name != "position_ids"}
+        return {**row, name: mark([len(s["input_ids"]) for s in batch], seq_len), **others}
+
+    return pack
+
+
+def constant(value: Any) -> Callable[..., Any]:
+    return lambda *_: copy.deepcopy(value)
+
+
+def ids_from(first: int, step: int = 1, padding: int = -1) -> Callable[[list[int], int], Any]:
+    def ids(lengths: list[int], width: int) -> Any:
+        of_documents = np.repeat(np.arange(len(lengths)) * step + first, lengths)
+        return np.pad(of_documents, (0, width - len(of_documents)), constant_values=padding)
+
+    return ids
+
+
+def alternating(lengths: list[int], width: int) -> Any:
+    return ids_from(0)(lengths, width) % 2
+
+
+def block_mask(see: Any, hide: Any, dims: int = 2, causal: bool = True) -> Callable[[list[int], int], Any]:
+    def mask(lengths: list[int], width: int) -> Any:
+        ids = ids_from(0)(lengths, width)
+        seen = (ids[:, None] == ids[None]) & (np.tri(width, dtype=bool) | (not causal))
+        return np.where(seen, see, hide).reshape((1,) * (dims - 2) + (width, width))
+
+    return mask
+
+
+def causal_alone(lengths: list[int], width: int) -> Any:
+    return np.tri(width, dtype=bool)
+
+
+def boundaries(*, padding: str = "segment") -> Callable[[list[int], int], Any]:
+    def cumulative(lengths: list[int], width: int) -> Any:
+        ends = np.cumsum([0, *lengths]).astype(np.int32)
+        if padding == "with the last":
+            ends[-1] = width
+        return {"segment": np.append(ends, width), "repeated": np.append(ends, [ends[-1]] * 3)}.get(
+            padding, ends
+        )
+
+    return cumulative
+
+
+def whole_row(lengths: list[int], width: int) -> Any:
+    return np.array([0, width], dtype=np.int32)
+
+
+def nothing_at_all(lengths: list[int], width: int) -> Any:
+    return np.zeros(len(lengths) + 1, dtype=np.int32)
+
+
+PLAIN = samples(extras=(), labels=False)
+RIGHT_MARKS = [
+    ("document_ids", ids_from(0)),
+    ("document_ids", ids_from(7, step=-1, padding=0)),
+    ("seq_idx", ids_from(0, padding=0)),
+    ("seq_idx", alternating),
+    ("attention_mask", ids_from(1, padding=0)),
+    ("attention_mask", block_mask(True, False)),
+    ("attention_mask", block_mask(False, True, causal=False)),
+    ("attention_mask", block_mask(0.0, -np.inf, dims=4)),
+    ("attention_mask", block_mask(1, 0, dims=3)),
+    ("cu_seq_lens_q", boundaries()),
+    ("cu_seq_lens_q", boundaries(padding="none")),
+    ("cu_seq_lens_q", boundaries(padding="repeated")),
+    ("cu_seq_lens_q", boundaries(padding="with the last")),
+    ("attention_mask", constant("a mask of some other kind")),
+]
+
+
+@pytest.mark.parametrize(("name", "mark"), RIGHT_MARKS)
+def test_right_marks_pass_in_every_convention(name: str, mark: Any) -> None:
+    def collate(rows: list[Row]) -> Row:
+        batch = {k: torch.from_numpy(np.stack([row[k] for row in rows])) for k in ("input_ids", "labels")}
+        marks = [row[name] for row in rows]
+        stacks = name in ("document_ids", "seq_idx", "attention_mask") and not isinstance(marks[0], str)
+        return {**batch, name: torch.from_numpy(np.stack(marks)) if stacks else copy.deepcopy(marks)}
+
+    check_quickly(marked(name, mark), collate, samples=PLAIN)
+
+
+WRONG_MARKS = [
+    ("document_ids", ids_from(0, step=0), "document_ids is 0 in document 0 and in document 1"),
+    ("document_ids", alternating, "document_ids is 0 in document 0 and in document 2"),
+    ("seq_idx", ids_from(3, step=0), "seq_idx is 3 in document 0 and in document 1"),
+    (
+        "seq_idx",
+        constant(np.arange(16)),
+        "seq_idx is [0, 1] inside of document 0, but a document has one id",
+    ),
+    (
+        "attention_mask",
+        constant(np.ones(16)),
+        "nothing in the row tells its documents apart (attention_mask is 1.0 in document 0 and in document 1), so they "
+        "attend to each other",
+    ),
+    ("attention_mask", causal_alone, "attention_mask lets tokens of document 1 see those of document 0"),
+    ("cu_seq_lens_q", whole_row, "cu_seq_lens_q is [0, 16], but the documents stand at 0 to 1, 1 to 2"),
+    ("cu_seq_lens_k", nothing_at_all, "cu_seq_lens_k is [0, 0], but the documents stand at 0 to 1"),
+    ("max_length_q", constant(1), "max_length_q is 1, but the longest document has 2 tokens"),
+]
+
+
+@pytest.mark.parametrize(("name", "mark", "words"), WRONG_MARKS)
+def test_marks_that_say_what_is_not_so_are_told(name: str, mark: Any, words: str) -> None:
+    with pytest.raises(PackCheckFailed) as caught:
+        check_pack(marked(name, mark), samples=PLAIN)
+    assert str(caught.value).startswith(f"boundaries: {words}\n")
+
+
+def test_a_mask_of_padding_stands_beside_the_marks_of_documents() -> None:
+    def pack(batch: list[Any], seq_len: int) -> Row:
+        row = pack_text(batch, seq_len)
+        return {**row, "attention_mask": (torch.arange(seq_len) < row["num_tokens"]).long()}
+
+    check_quickly(pack, collate_rows)
+
+
+def test_a_pack_that_draws_at_random_is_told_plainly() -> None:
+    turns = iter(range(10**6))
+
+    def pack(batch: list[Any], seq_len: int) -> Row:
+        row = pack_text(batch, seq_len)
+        row["input_ids"] += next(turns) % 7 == 0
+        return row
+
+    with pytest.raises(PackCheckFailed) as caught:
+        check_pack(pack)
+    assert caught.value.property == "lost tokens"
+    assert (
+        "(once, and not again with the same samples: they are not packed the same way each time, so fix what is drawn at "
+        "random, for example a seed, and check again)\nThe smallest samples found" in str(caught.value)
+    )
+    assert caught.value.samples
+
+
 @pytest.mark.parametrize(("bug", "name", "detail"), PLANTED, ids=[bug.__name__ for bug, _, _ in PLANTED])
 def test_planted_bugs_are_caught_and_told(bug: Callable[..., Row], name: str, detail: str) -> None:
     def pack(batch: list[Any], seq_len: int) -> Row:
@@ -321,6 +466,16 @@ def zero_padding(rows: list[Row]) -> Row:
     return collate_rows(rows, pad_to_multiple_of=32, ignore_index=0)
 
 
+def with_field(
+    name: str, value: Callable[[Row], Any], base: Any = collate_varlen
+) -> Callable[[list[Row]], Row]:
+    def collate(rows: list[Row]) -> Row:
+        batch = base(rows)
+        return {**batch, name: value(batch)}
+
+    return collate
+
+
 BROKEN_COLLATES: list[tuple[Callable[[list[Row]], Any], str]] = [
     (batch_without("loss_weights"), "lost field: the rows have 'loss_weights', the batch has not"),
     (batch_without("labels"), "lost field: the rows have 'labels', the batch has not"),
@@ -344,6 +499,34 @@ BROKEN_COLLATES: list[tuple[Callable[[list[Row]], Any], str]] = [
     ),
     (one_token_short, "lost tokens: the batch ends before the 1 tokens of row 0"),
     (zero_padding, "padding label: padding of the batch has the label 0; it must be -100"),
+    (
+        with_field("cu_seq_lens_q", lambda batch: batch["cu_seq_lens_q"] * 0),
+        "boundaries: in the batch, cu_seq_lens_q is [0, 0], but the documents stand at 0 to 1",
+    ),
+    (
+        with_field("cu_seq_lens_k", lambda batch: batch["cu_seq_lens_k"][[0, -1]]),
+        "boundaries: in the batch, cu_seq_lens_k is [0, 2], but the documents stand at 0 to 1, 1 to 2",
+    ),
+    (
+        with_field("max_seqlen", constant(1)),
+        "boundaries: in the batch, max_seqlen is 1, but the longest document has 2 tokens",
+    ),
+    (
+        with_field("max_length_k", constant(torch.tensor(1))),
+        "boundaries: in the batch, max_length_k is 1, but the longest document has 2 tokens",
+    ),
+    (
+        with_field("num_tokens", lambda batch: batch["input_ids"].numel(), collate_rows),
+        "boundaries: num_tokens of the batch is 16, but it is 1 for these documents",
+    ),
+    (
+        with_field("cu_seqlens", lambda batch: [cu * 0 for cu in batch["cu_seqlens"]], collate_rows),
+        "boundaries: in the batch, cu_seqlens is [0, 0], but the documents stand at 0 to 1",
+    ),
+    (
+        with_field("document_ids", lambda batch: torch.zeros_like(batch["input_ids"])),
+        "boundaries: in the batch, document_ids is 0 in document 0 and in document 1",
+    ),
     (list, "batch: collate returned a list; a batch must be a mapping of fields"),
 ]
 

@@ -9,13 +9,14 @@ import numpy as np
 import torch
 
 from evenstep.packing.fields import as_tensor
+from evenstep.testing.document_marks import Places, numbers, wrong_length
 from evenstep.testing.pack_properties import (
-    DOCUMENT_MARKS,
     Broken,
     Conventions,
     Expected,
     broken,
     check_boundaries,
+    check_marks,
     check_values,
 )
 
@@ -40,7 +41,9 @@ def check_batch(batch: Any, rows: Sequence[Any], expected: Sequence[Expected], c
             "field length",
             "input_ids and labels of the batch are not two tensors of one shape [rows, tokens]",
         )
-    places = _places(batch, ids, expected)
+    flat = _is_flat(batch, ids, expected)
+    places = _places(batch, ids, expected, flat)
+    _check_counts(batch, expected)
     real = torch.zeros(ids.numel(), dtype=torch.bool)
     for k, one in enumerate(expected):
         for at, start, end in places[k]:
@@ -51,12 +54,19 @@ def check_batch(batch: Any, rows: Sequence[Any], expected: Sequence[Expected], c
             tensor = as_tensor(batch[name]) if name in batch else None
             if tensor is None or tensor.shape != ids.shape:
                 continue  # Several values to a token: where they stand is the collate's convention.
-            flat = tensor.reshape(-1)
-            found = torch.cat([flat[at : at + end - start] for at, start, end in places[k]] or [flat[:0]])
+            values = tensor.reshape(-1)
+            found = torch.cat([values[at : at + end - start] for at, start, end in places[k]] or [values[:0]])
             try:
                 check_values(name, found, right, 0, one, c)
             except Broken as error:
                 broken(error.property, f"in row {k} of the batch, {error.detail}")
+    in_memory = [[(at, at + end - start) for at, start, end in row] for row in places]
+    width = ids.numel() if flat else ids.shape[1]
+    if flat:
+        spans = [[span for row in in_memory for span in row]]
+    else:
+        spans = [[(a - k * width, b - k * width) for a, b in row] for k, row in enumerate(in_memory)]
+    _check_marks(batch, Places(width, spans), expected)
     padding = labels.reshape(-1)[~real]
     if bool((padding != c.ignore_index).any()):
         wrong = padding[padding != c.ignore_index][0].item()
@@ -73,19 +83,41 @@ def _check_fields(batch: Mapping[str, Any], rows: Sequence[Any], expected: Seque
                     "lost field",
                     f"the {holder} have {name!r}, the batch has not (it has {sorted(map(str, batch))})",
                 )
-    if sum(len(one.ends) for one in expected) > 1 and not any(mark in batch for mark in DOCUMENT_MARKS):
-        marks = ", ".join(DOCUMENT_MARKS)
-        broken(
-            "boundaries",
-            f"nothing in the batch tells its documents apart (none of {marks}), so they attend to each other",
-        )
+
+
+def _check_counts(batch: Mapping[str, Any], expected: Sequence[Expected]) -> None:
+    """Real tokens, of the batch or of each row."""
+    found, right = numbers(batch.get("num_tokens")), [one.tokens for one in expected]
+    if len(found) == 1:
+        right = [sum(right)]
+    if len(found) == len(right) and found != right:
+        told = ", ".join(f"{count:g}" for count in found)
+        must = ", ".join(map(str, right))
+        broken("boundaries", f"num_tokens of the batch is {told}, but it is {must} for these documents")
+
+
+def _check_marks(batch: Mapping[str, Any], places: Places, expected: Sequence[Expected]) -> None:
+    problem = wrong_length(batch, places, ("max_seqlen",))
+    if problem is not None:
+        broken("boundaries", f"in the batch, {problem}")
+    try:
+        check_marks("batch", batch, places, expected)
+    except Broken as error:
+        if error.detail.startswith("nothing in the batch"):
+            raise
+        broken(error.property, f"in the batch, {error.detail}")
+
+
+def _is_flat(batch: Mapping[str, Any], ids: torch.Tensor, expected: Sequence[Expected]) -> bool:
+    if ids.dim() == 1 or len(ids) != len(expected):
+        return True
+    return len(ids) == 1 and not FLAT_MARKS.isdisjoint(batch)
 
 
 def _places(
-    batch: Mapping[str, Any], ids: torch.Tensor, expected: Sequence[Expected]
+    batch: Mapping[str, Any], ids: torch.Tensor, expected: Sequence[Expected], flat: bool
 ) -> list[list[tuple[int, int, int]]]:
     """Per row, for each document: its place in the flattened batch, its start and its end in the row."""
-    flat = ids.dim() == 1 or len(ids) != len(expected) or not FLAT_MARKS.isdisjoint(batch)
     if not flat:
         width = ids.shape[1]
         return [

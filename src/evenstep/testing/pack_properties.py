@@ -12,21 +12,21 @@ import torch
 
 from evenstep.packing.fields import as_tensor, token_dim
 from evenstep.packing.text import LABEL_FIELDS
+from evenstep.testing.document_marks import Places, untold, wrong_mark
 
 __all__ = [
-    "DOCUMENT_MARKS",
     "Broken",
     "Conventions",
     "Expected",
     "broken",
     "check_boundaries",
+    "check_marks",
     "check_row",
     "check_values",
     "expected_row",
 ]
 
 Sample = Mapping[str, Any]
-DOCUMENT_MARKS = ("cu_seqlens", "position_ids", "document_ids", "seq_idx", "cu_seq_lens_q", "attention_mask")
 
 
 class Broken(Exception):  # noqa: N818 - an outcome of a check, shown to users as PackCheckFailed
@@ -126,10 +126,22 @@ def check_row(row: Any, expected: Expected, seq_len: int, conventions: Conventio
         )
     _check_boundaries(row, expected)
     _check_columns(row, expected, length, conventions)
-    if len(expected.ends) > 1 and not any(mark in row for mark in DOCUMENT_MARKS):
+    check_marks(
+        "row", row, Places(length, [list(zip(expected.starts, expected.ends, strict=True))]), [expected]
+    )
+
+
+def check_marks(where: str, fields: Mapping[str, Any], places: Places, expected: Sequence[Expected]) -> None:
+    """What tells documents apart, in a row or batch, tells these; fields of the samples are theirs to know."""
+    theirs = [name for one in expected for sample in one.samples for name in sample]
+    problem = wrong_mark(fields, places, theirs)
+    if problem is not None:
+        broken("boundaries", problem)
+    reason = untold(fields, places)
+    if reason is not None:
         broken(
             "boundaries",
-            f"nothing in the row tells its documents apart (none of {', '.join(DOCUMENT_MARKS)}), so they attend to each other",
+            f"nothing in the {where} tells its documents apart ({reason}), so they attend to each other",
         )
 
 
