@@ -37,7 +37,7 @@ _STYLE: Any = {
 
 
 def save_growth(points: list[dict[str, float]], machine: str, path: Path) -> None:
-    """Seconds over samples on two logarithmic axes, with n log n through the largest window of ``"auto"``.
+    """CPU seconds over samples on two logarithmic axes, with n log n through the largest window of ``"auto"``.
 
     Args:
         points: What `evenstep.bench.plan_measures.growth` returns.
@@ -63,7 +63,7 @@ def save_growth(points: list[dict[str, float]], machine: str, path: Path) -> Non
         panel.grid(visible=True, color=_GRID)
         panel.set_axisbelow(True)
         panel.set_xlabel("samples of a window (61 a row)")
-        panel.set_ylabel("seconds to plan it")
+        panel.set_ylabel("CPU seconds to plan it")
         last = points[-1]
         panel.set_title(
             f"{int(last['samples']):,} samples into {int(last['rows']):,} rows: {last['auto_seconds']:.1f} s"
