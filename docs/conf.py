@@ -78,7 +78,7 @@ nitpick_ignore_regex = [
         r"py:.*",
         r"(.*\.)?(Columns|Rounds|Groups|Communicator|Launcher|LaunchDesk|Pending|KnownMetadata|SeedKey)",
     ),
-    (r"py:.*", r"(.*\.)?(BufferPool|ModelPlane|Padding|Watcher|Simulated\w+|StepPicture)"),
+    (r"py:.*", r"(.*\.)?(BufferPool|ModelPlane|Padding|Watcher|WindowReader|Simulated\w+|StepPicture)"),
     (
         r"py:.*",
         r"(.*\.)?(RowStatistics|LocalStream|LocalRows|Layout|RowLimits|RowNeeds|Stamp|Pool|Moves|Exchange)",
