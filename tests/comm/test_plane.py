@@ -49,6 +49,39 @@ def test_a_field_that_only_some_ranks_have_differs() -> None:
         assert str(error).startswith("new differs between ranks: rank 0 has None, ranks [1] have 1: ")
 
 
+def test_long_values_are_gathered_only_where_they_differ() -> None:
+    class Counted:
+        def __init__(self, world: Any) -> None:
+            self.world, self.ranks, self.position = world, world.ranks, world.position
+            self.gathered = 0
+
+        def all_gather(self, row: torch.Tensor) -> torch.Tensor:
+            self.gathered += row.numel()
+            gathered: torch.Tensor = self.world.all_gather(row)
+            return gathered
+
+    def work(plane: DataPlane, odd: dict[str, str]) -> tuple[int, str]:
+        counted: Any = Counted(plane.world)
+        roles = {"a": "short", "roles": "(0, 1), " * 4000}
+        message = ""
+        try:
+            agree(counted, {**roles, **odd} if plane.topology.rank == 2 else roles, None)
+        except ConfigMismatch as error:
+            message = str(error)
+        return counted.gathered, message
+
+    for gathered, message in SimulatedWorld(4, timeout=10).run(work, {}):
+        assert message == ""
+        assert gathered < 500
+    for other in ("(0, 2), " * 4000, "é" * 200, "short", "[]"):
+        for gathered, message in SimulatedWorld(4, timeout=10).run(work, {"roles": other}):
+            assert gathered > 32000
+            assert message == (
+                f"roles differs between ranks: rank 0 has {'(0, 1), ' * 4000}, ranks [2] have {other}: their plans and "
+                "collectives would not fit together. Give every rank the same roles."
+            )
+
+
 def test_a_problem_is_raised_as_it_is_at_home_and_told_elsewhere() -> None:
     problem = TypeError("pack is 3, expected a function")
     outcomes = together([{}, {"seq_len": "1"}, {}], {1: problem})

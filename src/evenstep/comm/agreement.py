@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from typing import Any
 
 from evenstep.comm.communicator import Communicator
 from evenstep.comm.gather_bytes import gather_bytes
@@ -12,6 +14,8 @@ from evenstep.errors import ConfigMismatch, RemoteRankError
 from evenstep.topology import Topology
 
 __all__ = ["agree", "dp_ranks_per_host"]
+
+_LONG = 128  # characters: what grows with the world is told by its digest, lest all of it grow with the world's square
 
 
 def agree(world: Communicator, config: Mapping[str, str], problem: Exception | None) -> list[str]:
@@ -31,7 +35,7 @@ def agree(world: Communicator, config: Mapping[str, str], problem: Exception | N
         Exception: ``problem`` itself.
     """
     told = {
-        "config": dict(config),
+        "config": {name: _brief(value) for name, value in config.items()},
         "problem": None if problem is None else [type(problem).__name__, str(problem)],
         "host": socket.gethostname(),
     }
@@ -50,15 +54,28 @@ def agree(world: Communicator, config: Mapping[str, str], problem: Exception | N
     first = everybody[0]["config"]
     for name in sorted({name for other in everybody for name in other["config"]}):
         values = [other["config"].get(name) for other in everybody]
-        odd = [(rank, v) for rank, v in zip(world.ranks, values, strict=True) if v != first.get(name)]
+        odd = [rank for rank, v in zip(world.ranks, values, strict=True) if v != first.get(name)]
         if odd:
-            ranks = [rank for rank, _ in odd]
+            one, other_one = _whole(world, odd[0], name, config)
             raise ConfigMismatch(
-                f"{name} differs between ranks: rank {world.ranks[0]} has {first.get(name)}, ranks {ranks[:8]} have "
-                f"{odd[0][1]}: their plans and collectives would not fit together. Give every rank the same {name}."
+                f"{name} differs between ranks: rank {world.ranks[0]} has {one}, ranks {odd[:8]} have {other_one}: their "
+                f"plans and collectives would not fit together. Give every rank the same {name}."
             )
 
     return [other["host"] for other in everybody]
+
+
+def _brief(value: str) -> str | list[str]:
+    """The text itself, or, where it is long, a digest that no text looks like."""
+    return value if len(value) <= _LONG else [blake2b(value.encode(), digest_size=16).hexdigest()]
+
+
+def _whole(world: Communicator, odd: int, name: str, config: Mapping[str, str]) -> tuple[Any, Any]:
+    """What the first rank and rank ``odd`` were told for ``name``, in full; all ranks ask together."""
+    ranks = (world.ranks[0], odd)
+    told = json.dumps(config.get(name)).encode() if world.ranks[world.position] in ranks else b""
+    texts = dict(zip(world.ranks, gather_bytes(world, told), strict=True))
+    return json.loads(texts[ranks[0]]), json.loads(texts[ranks[1]])
 
 
 def dp_ranks_per_host(topology: Topology, hosts: Sequence[str]) -> int:

@@ -63,7 +63,8 @@ class ProcessGroupCommunicator:
         inner = list(dist.get_process_group_ranks(group))
         self.ranks: tuple[int, ...] = tuple(inner if ranks is None else ranks)
         self.position: int = self.ranks.index(dist.get_rank())
-        self._inner = [inner.index(rank) for rank in self.ranks]  # torch's position at each of ours
+        at = {rank: position for position, rank in enumerate(inner)}
+        self._inner = [at[rank] for rank in self.ranks]  # torch's position at each of ours
         self._in_order = self._inner == sorted(self._inner)
         self.device = device
         self.launcher: Launcher = launch_here

@@ -46,6 +46,9 @@ class PayloadAllToAll(Stage[PlannedBatch, RoutedBatch]):
         self._config = config
         self._codec = PayloadCodec() if codec is None else codec
         self._pool = BufferPool() if pool is None else pool
+        ranks = () if plane.payload is None else plane.payload.ranks
+        self._position = np.zeros(max(ranks, default=-1) + 1, dtype=np.int32)  # in the group, by global rank
+        self._position[list(ranks)] = np.arange(len(ranks))
         self._window: GatheredWindow | None = None
         self._exchanges: dict[int, Exchange] = {}
         self._received: dict[int, Any] = {}
@@ -85,7 +88,7 @@ class PayloadAllToAll(Stage[PlannedBatch, RoutedBatch]):
             return {}
         topology, size = self.plane.topology, self._config.micro_batch_size
         constructors = topology.constructors[topology.group_start :][: topology.balance_group_size]
-        position = np.array([group.ranks.index(rank) for rank in constructors], dtype=np.int32)
+        position = self._position[list(constructors)]
         micro, flat = np.divmod(batch.assignment, topology.balance_group_size * size)
         targets = position[flat // size]
         moving = (holders != targets) & (micro >= batch.micro_batch)
