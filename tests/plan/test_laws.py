@@ -138,7 +138,7 @@ def test_equal_inputs_give_equal_plans(cases: Callable[..., Any]) -> None:
 
 def test_the_optimum_of_a_few_samples_is_found(cases: Callable[..., Any]) -> None:
     @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    @given(case=cases(most_samples=6, stages=1), sync=st.sampled_from(["micro_batch", "step"]))
+    @given(case=cases(most_samples=8, stages=1), sync=st.sampled_from(["micro_batch", "step"]))
     def law(case: Any, sync: Any) -> None:
         objective = Objective(sync=sync)
         if case.num_rows ** len(case.tokens) > 50_000:
