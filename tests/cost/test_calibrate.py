@@ -126,6 +126,12 @@ def test_features_and_padding_have_coefficients_of_their_own() -> None:
     )
 
 
+def test_lengths_and_records_may_stand_side_by_side() -> None:
+    seconds = [1.0, 2.0, 3.0, 5.0]
+    mixed: list[list[int | SampleMetadata]] = [[SampleMetadata(10), 1000], [5], [7, SampleMetadata(8)], [20]]
+    assert fit_cost(mixed, seconds) == fit_cost([[10, 1000], [5], [7, 8], [20]], seconds)
+
+
 def test_documents_count_by_themselves() -> None:
     whole = FittedCost(0.0, 1.0).cost(MetadataTable.from_samples([SampleMetadata(10, documents=[4, 6])]))
     assert whole.tolist() == [52.0]
@@ -180,6 +186,36 @@ BAD: list[tuple[Callable[[], object], type[Exception], str]] = [
         lambda: fit_cost([[1], [2], [3]], [1.0, 2.0, 3.0], padding=[1]),
         ValueError,
         "padding has shape (1,) for 3 micro-batches; give one number of padding tokens for each",
+    ),
+    (
+        lambda: fit_cost([[1], [2], [3]], [1.0, 2.0, 3.0], padding=[1, float("nan"), 3]),
+        ValueError,
+        "padding[1] is nan, expected a number of padding tokens >= 0; leave failed measurements out",
+    ),
+    (
+        lambda: fit_cost([[1], [2], [3]], [1.0, 2.0, 3.0], padding=[1, 2, -3]),
+        ValueError,
+        "padding[2] is -3.0, expected a number of padding tokens >= 0; leave failed measurements out",
+    ),
+    (
+        lambda: fit_cost([[1], [2], [3]], [1.0, 2.0, 3.0], features="patches"),
+        TypeError,
+        "features is 'patches', expected a sequence of names, such as ['patches']",
+    ),
+    (
+        lambda: fit_cost(
+            [[SampleMetadata(1, {"patches": float("nan")})], [2], [3], [4]],
+            [1.0, 2.0, 3.0, 4.0],
+            features=["patches"],
+        ),
+        ValueError,
+        "feature 'patches' sums to nan in micro-batch 0, expected a finite number",
+    ),
+    (
+        lambda: fit_cost([[SampleMetadata(1), 2.5]], [1.0]),  # type: ignore[list-item]
+        TypeError,
+        "a micro-batch is [SampleMetadata(tokens=1, features={}, loss_tokens=None, documents=None), 2.5], expected a "
+        "MetadataTable or a sequence of sample lengths or of SampleMetadata",
     ),
 ]
 

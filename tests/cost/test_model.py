@@ -224,6 +224,12 @@ BAD: list[tuple[Callable[[], object], type[Exception], str]] = [
         "metadata_fn must return finite numbers that are not negative",
     ),
     (
+        lambda: checked_costs(Broken(np.ones((2, 2))), MetadataTable.from_tokens([1, 2])),
+        ValueError,
+        "Broken(result=array([[1., 1.],\n       [1., 1.]])) returned costs of shape (2, 2), 2 for each sample, but its "
+        "stages are ('llm',): return one column for each of its 1 stages",
+    ),
+    (
         lambda: checked_costs(Broken([1.0]), MetadataTable.from_tokens([1, 2])),
         ValueError,
         "Broken(result=[1.0]) returned costs of shape (1,) for 2 samples, expected [2] or [2, stages]: "

@@ -72,6 +72,16 @@ from evenstep.plan import PackingConstraints, Plan
             "tokens[1] is -2, expected an integer >= 0",
         ),
         (
+            {"constraints": None},
+            TypeError,
+            "constraints is None, expected evenstep.PackingConstraints(seq_len, ...)",
+        ),
+        (
+            {"objective": "step"},
+            TypeError,
+            "objective is 'step', expected an evenstep.Objective, or None for the default",
+        ),
+        (
             {"tokens": [1.5, 2.0, 3.0]},
             TypeError,
             "tokens is float64 of shape (3,), expected integers of shape [n]",
@@ -103,6 +113,16 @@ def test_no_packing_names_the_sample_and_the_constraint(make_plan: Callable[...,
     )
     with pytest.raises(Infeasible, match=f"^{re.escape(message)}$"):
         make_plan([51, 56, 51, 51, 51])
+
+
+def test_what_does_not_fit_a_budget_is_told_in_its_own_unit(make_plan: Callable[..., Plan]) -> None:
+    limits = PackingConstraints(100, budgets={"share": 1.0})
+    message = "5 samples need 5 of share and the 4 rows of this window hold 4: no packing exists."
+    with pytest.raises(Infeasible, match=f"^{re.escape(message)}"):
+        make_plan([1] * 5, constraints=limits, features={"share": [1.0] * 5})
+    message = "they fill share to 75.0%, and sample 0 alone takes 0.6 of 1 ("
+    with pytest.raises(Infeasible, match=re.escape(message)):
+        make_plan([1] * 5, constraints=limits, features={"share": [0.6] * 5})
 
 
 @pytest.mark.parametrize("algorithm", ["auto", "lpt", "levels", "refine"])

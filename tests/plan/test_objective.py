@@ -21,6 +21,12 @@ def test_metrics_agree_with_their_definitions() -> None:
     assert fill(np.array([50, 25]), rows=1, seq_len=100) == 0.75
 
 
+def test_metrics_of_costs_beside_the_end_of_float64() -> None:
+    assert imbalance(np.array([[1.2e308, 0.6e308]])) == pytest.approx(4 / 3)
+    assert imbalance(np.array([[np.inf, 1.0]])) == np.inf
+    assert efficiency(np.array([[np.inf, 1.0]])) == 0.0
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

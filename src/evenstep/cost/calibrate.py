@@ -16,7 +16,7 @@ from evenstep.samples import MetadataTable, SampleMetadata
 
 __all__ = ["FittedCost", "fit_cost"]
 
-MicroBatch = MetadataTable | Sequence[int] | Sequence[SampleMetadata] | npt.NDArray[Any]
+MicroBatch = MetadataTable | Sequence[int | SampleMetadata] | npt.NDArray[Any]
 _NONE = np.zeros(0)
 
 
@@ -82,8 +82,8 @@ def fit_cost(
     backward of single micro-batches of different shapes with the device synchronised, after warm-up.
 
     Args:
-        samples: What each of ``m`` micro-batches held: a `MetadataTable`, or the lengths or `SampleMetadata`
-            of its samples.
+        samples: What each of ``m`` micro-batches held: a `MetadataTable`, or the length or `SampleMetadata`
+            of each of its samples.
         seconds: How long each took, float ``[m]``, positive.
         features: Feature columns that cost something of their own.
         padding: Padding tokens of each micro-batch, ``[m]``, where the model computed them; None leaves the
@@ -95,8 +95,8 @@ def fit_cost(
         The model, with ``report`` holding predicted against actual.
 
     Raises:
-        TypeError: A micro-batch is not of a type above.
-        ValueError: Lengths differ, a measurement is not a positive number, there are fewer micro-batches than
+        TypeError: A micro-batch is not of a type above, or ``features`` is one name.
+        ValueError: Lengths differ, a measurement is not a positive number, a feature is not finite, padding is no number >= 0, there are fewer micro-batches than
             coefficients, or nothing that was measured explains the seconds.
     """
     tables = [_as_table(micro_batch) for micro_batch in samples]
@@ -106,6 +106,8 @@ def fit_cost(
         "tokens": _sums([table.tokens for table in tables]),
         "pairs": _sums([np.square(table.documents, dtype=np.float64) for table in tables]),
     }
+    if isinstance(features, str):
+        raise TypeError(f"features is {features!r}, expected a sequence of names, such as [{features!r}]")
     for name in features:
         if name in columns or name in ("padding", "overhead"):
             raise ValueError(f"feature {name!r} has the name of a built-in term or is given twice; rename it")
@@ -117,6 +119,13 @@ def fit_cost(
                 f"padding has shape {columns['padding'].shape} for {len(actual)} micro-batches; "
                 "give one number of padding tokens for each"
             )
+        bad = ~(np.isfinite(columns["padding"]) & (columns["padding"] >= 0))
+        if bad.any():
+            first = int(np.argmax(bad))
+            raise ValueError(
+                f"padding[{first}] is {float(columns['padding'][first])!r}, expected a number of padding tokens >= 0; "
+                "leave failed measurements out"
+            )
     if overhead:
         columns["overhead"] = np.ones(len(tables))
     if len(tables) < len(columns):
@@ -124,6 +133,13 @@ def fit_cost(
             f"{len(tables)} micro-batches cannot tell {len(columns)} coefficients ({', '.join(columns)}) apart; "
             "measure at least as many of different shapes, better ten times as many"
         )
+    for name in features:
+        bad = ~np.isfinite(columns[name])
+        if bad.any():
+            raise ValueError(
+                f"feature {name!r} sums to {float(columns[name][bad][0])!r} in micro-batch {int(np.argmax(bad))}, expected "
+                "a finite number"
+            )
     matrix = np.column_stack(list(columns.values()))
     solution = nonnegative_least_squares(matrix, actual)
     if not solution.any():
@@ -143,17 +159,24 @@ def fit_cost(
 def _as_table(micro_batch: MicroBatch) -> MetadataTable:
     if isinstance(micro_batch, MetadataTable):
         return micro_batch
+    unlike = f"a micro-batch is {micro_batch!r}, expected a MetadataTable or a sequence of sample lengths or of SampleMetadata"
     if isinstance(micro_batch, Sequence) and any(isinstance(s, SampleMetadata) for s in micro_batch):
-        return MetadataTable.from_samples([s for s in micro_batch if isinstance(s, SampleMetadata)])
+        records = [s if isinstance(s, SampleMetadata) else _of_length(s) for s in micro_batch]
+        if None in records:
+            raise TypeError(unlike)
+        return MetadataTable.from_samples([record for record in records if record is not None])
     lengths = np.asarray(micro_batch)
     if lengths.ndim != 1 or (lengths.size and not np.issubdtype(lengths.dtype, np.integer)):
-        raise TypeError(
-            f"a micro-batch is {micro_batch!r}, expected a MetadataTable or a sequence of sample lengths or of "
-            "SampleMetadata"
-        )
+        raise TypeError(unlike)
     if (lengths < 0).any():
         raise ValueError(f"a micro-batch holds a sample of {int(lengths.min())} tokens, expected at least 0")
     return MetadataTable.from_tokens(lengths.astype(np.int64))
+
+
+def _of_length(length: object) -> SampleMetadata | None:
+    """A sample of which only the length is given; None if that is no length."""
+    known = isinstance(length, int | np.integer) and not isinstance(length, bool) and length >= 0
+    return SampleMetadata(int(length)) if known else None  # type: ignore[call-overload]  # an integer
 
 
 def _sums(columns: Sequence[npt.NDArray[Any]]) -> npt.NDArray[np.float64]:

@@ -153,7 +153,7 @@ def checked_costs(model: CostModel, table: MetadataTable) -> npt.NDArray[np.floa
         float64 ``[n]`` or ``[n, stages]``, contiguous.
 
     Raises:
-        ValueError: The shape is not ``[n]`` or ``[n, stages]``, or a cost is negative, infinite or NaN; the
+        ValueError: The shape is not ``[n]`` or ``[n, stages]`` of its stages, or a cost is negative, infinite or NaN; the
             message names the model and the sample.
     """
     costs = np.ascontiguousarray(model.cost(table), dtype=np.float64)
@@ -168,6 +168,12 @@ def checked_costs(model: CostModel, table: MetadataTable) -> npt.NDArray[np.floa
         raise ValueError(
             f"{model!r} gives sample {first} of the table ({int(table.tokens[first])} tokens) the cost "
             f"{costs[first].tolist()!r}: it cannot be balanced; costs are finite and not negative"
+        )
+    columns = costs.shape[1] if costs.ndim == 2 else 1
+    if columns != len(model.stages):
+        raise ValueError(
+            f"{model!r} returned costs of shape {costs.shape}, {columns} for each sample, but its stages are "
+            f"{tuple(model.stages)}: return one column for each of its {len(model.stages)} stages"
         )
     return costs
 

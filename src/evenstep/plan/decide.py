@@ -153,7 +153,7 @@ def _nothing_fits(window: Window, problem: Problem, failures: Mapping[str, str])
 
     def told(units: int) -> str:
         budget = (window.constraints.budgets or {}).get(name)
-        return str(units) if budget is None else f"{units * (budget / max(limit, 1)):.12g}"
+        return str(units) if budget is None else f"{units * (budget / max(limit, 1)):.11g}"
 
     if int(used[tightest]) > limit * rows:
         return Infeasible(

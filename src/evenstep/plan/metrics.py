@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy.typing as npt
 __all__ = ["efficiency", "fill", "imbalance", "moved", "rank_of", "sum_of_makespans", "sum_of_means"]
 
 Loads = npt.NDArray[Any]
+_NEAR_OVERFLOW = 1e290  # sums of loads up to it stay finite
 
 
 def sum_of_makespans(loads: Loads) -> float:
@@ -27,7 +29,15 @@ def sum_of_means(loads: Loads) -> float:
 
 
 def imbalance(loads: Loads) -> float:
-    """Sum of makespans over sum of means; 1 is perfect, and 1 when there is no cost at all."""
+    """Sum of makespans over sum of means; 1 is perfect, and 1 when there is no cost at all.
+
+    Infinite where a rank's cost is beyond float64.
+    """
+    largest = float(loads.max(initial=0))
+    if largest > _NEAR_OVERFLOW:
+        if math.isinf(largest):
+            return math.inf
+        loads = loads / largest
     even = sum_of_means(loads)
     return sum_of_makespans(loads) / even if even > 0 else 1.0
 

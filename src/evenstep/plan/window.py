@@ -13,6 +13,7 @@ import numpy.typing as npt
 from evenstep.plan.constraints import PackingConstraints
 from evenstep.plan.objective import Objective
 from evenstep.plan.problem import Int, Problem, integer_costs, row_weights
+from evenstep.shown import shown
 
 __all__ = ["Window", "check_positive", "feature_columns", "token_column"]
 
@@ -71,6 +72,14 @@ class Window:
         """Arrays of the right type, shape and range, or an error that names the argument and the sample."""
         check_positive("dp_size", dp_size)
         check_positive("rows", rows)
+        if not isinstance(constraints, PackingConstraints):
+            raise TypeError(
+                f"constraints is {shown(constraints)}, expected evenstep.PackingConstraints(seq_len, ...)"
+            )
+        if not isinstance(objective, Objective):
+            raise TypeError(
+                f"objective is {shown(objective)}, expected an evenstep.Objective, or None for the default"
+            )
         column = token_column(tokens)
         size = len(column)
         cost_table = _numbers("costs", costs, size, stages=True)
