@@ -57,7 +57,9 @@ class IndexedDataset:
         )
         # Item i is made of the sequences bounds[i] .. bounds[i + 1].
         self._bounds = np.arange(len(self._index.lengths) + 1) if sequences else self._index.documents
-        self.lengths: npt.NDArray[np.int64] = self._index.lengths if sequences else self._index.document_lengths()
+        self.lengths: npt.NDArray[np.int64] = (
+            self._index.lengths if sequences else self._index.document_lengths()
+        )
 
     def __len__(self) -> int:
         return len(self.lengths)
