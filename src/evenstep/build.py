@@ -42,6 +42,7 @@ from evenstep.packing import (
     loss_counter,
     pack_documents,
     pack_text,
+    padded_alike,
     padding_of,
     with_oversized,
 )
@@ -215,7 +216,7 @@ def _constructed(request: Request, plane: DataPlane) -> BaseNode[Any]:
         pack = with_oversized(request.pack, config.oversized)
         if request.explode is not None and not config.repack:
             pack = functools.partial(_pack_documents, request.explode, pack, config.oversized)
-        source = Packer(source, pack, request.collate)
+        source = Packer(source, pack, padded_alike(request.pack, request.collate))
         if request.shard is not None:
             padding, unshifted = padding_of(request.pack, request.collate)
             source = ShardPad(source, plane, request.shard, padding=padding, unshifted=unshifted)

@@ -175,6 +175,38 @@ def test_a_negative_length_is_named_when_its_step_is_planned() -> None:
         known.take(np.array([1, 2]))
 
 
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        (MetadataTable.from_tokens([3, 4, -2]), "metadata gives sample 2 a length of -2 tokens"),
+        (
+            {"tokens": [3, 4, 2], "documents": [3, 2, 1, 2], "document_offsets": [0, 1, 3, 4]},
+            "metadata gives sample 1 documents of 3 tokens together, but a length of 4 tokens",
+        ),
+        (
+            [SampleMetadata(3), SampleMetadata(4, documents=[4, 1]), SampleMetadata(2)],
+            "metadata gives sample 1 documents of 5 tokens together, but a length of 4 tokens",
+        ),
+        (
+            {"tokens": [3, 4, 2], "documents": [3, 4, 2], "document_offsets": [0, 2, 1, 3]},
+            "metadata has document_offsets that fall at sample 1: its documents have no place",
+        ),
+        (
+            {"tokens": [3, 4, 2], "loss_tokens": [2, 9, -1]},
+            "metadata gives sample 1 9 loss tokens, but a length of 4 tokens",
+        ),
+    ],
+)
+def test_what_cannot_be_is_named_when_its_step_is_planned(metadata: Any, message: str) -> None:
+    dataset = [{"input_ids": torch.arange(n)} for n in (3, 4, 2)]
+    sampler = StepSampler(3, global_batch_size=3, order="sequential")
+    with (
+        build_loader(dataset, None, LoaderConfig(seq_len=8), sampler=sampler, metadata=metadata) as loader,
+        pytest.raises((ValueError, RemoteRankError), match=re.escape(message)),
+    ):
+        next(loader)
+
+
 def test_only_the_rows_of_a_step_are_looked_at() -> None:
     class Column(np.ndarray[Any, np.dtype[np.int64]]):
         taken = 0

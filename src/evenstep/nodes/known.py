@@ -39,6 +39,20 @@ class _Records:
         return _checked(MetadataTable.from_samples([self._records[i] for i in index.tolist()]), index)
 
 
+class _Table:
+    """A table, whose rows are looked at when a step needs them."""
+
+    def __init__(self, table: MetadataTable) -> None:
+        self._table = table
+        self.features = tuple(table.features)
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def take(self, index: npt.NDArray[np.integer[Any]]) -> MetadataTable:
+        return _checked(self._table.take(index), index)
+
+
 class _Arrays:
     """Columns as they are, also memory maps: nothing of the size of the dataset is made or read."""
 
@@ -67,6 +81,11 @@ class _Arrays:
         documents, offsets = table.documents, table.document_offsets
         if "documents" in self._columns:
             starts, ends = (self._columns["document_offsets"][index + k].astype(np.int64) for k in (0, 1))
+            if (ends < starts).any():
+                sample = int(index[int(np.argmax(ends < starts))])
+                raise ValueError(
+                    f"metadata has document_offsets that fall at sample {sample}: its documents have no place"
+                )
             offsets = np.concatenate([[0], np.cumsum(ends - starts)])
             flat = np.repeat(starts - offsets[:-1], ends - starts) + np.arange(offsets[-1])
             documents = np.asarray(self._columns["documents"][flat]).astype(np.int64)
@@ -74,9 +93,18 @@ class _Arrays:
 
 
 def _checked(table: MetadataTable, index: npt.NDArray[np.integer[Any]]) -> MetadataTable:
-    if len(table) and int(table.tokens.min()) < 0:
-        k = int(np.argmin(table.tokens))
-        raise ValueError(f"metadata gives sample {int(index[k])} a length of {int(table.tokens[k])} tokens")
+    """The rows ``index`` of a dataset's metadata, which say nothing that cannot be."""
+    tokens, ends = table.tokens, np.concatenate([[0], np.cumsum(table.documents)])[table.document_offsets]
+    inside = np.diff(ends)
+    for wrong, told in (
+        (tokens < 0, "a length of {tokens} tokens"),
+        (inside != tokens, "documents of {inside} tokens together, but a length of {tokens} tokens"),
+        (table.loss_tokens > tokens, "{loss} loss tokens, but a length of {tokens} tokens"),
+    ):
+        if wrong.any():
+            k = int(np.argmax(wrong))
+            facts = {"tokens": int(tokens[k]), "inside": int(inside[k]), "loss": int(table.loss_tokens[k])}
+            raise ValueError(f"metadata gives sample {int(index[k])} {told.format(**facts)}")
     return table
 
 
@@ -145,7 +173,9 @@ def _read(metadata: Any) -> KnownMetadata:
         return _Arrays({"tokens": _column("tokens", np.load(metadata, mmap_mode="r", allow_pickle=False))})
     if isinstance(metadata, Mapping):
         return _Arrays(_columns(metadata))
-    if isinstance(metadata, (MetadataTable, _Arrays, _Records)):
+    if isinstance(metadata, MetadataTable):
+        return _Table(metadata)
+    if isinstance(metadata, (_Table, _Arrays, _Records)):
         return metadata
     if isinstance(metadata, Sequence) and len(metadata) and isinstance(metadata[0], SampleMetadata):
         return _Records(metadata)

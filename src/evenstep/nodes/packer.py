@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 from torchdata.nodes import BaseNode
 
 from evenstep.nodes.items import RoutedBatch
 from evenstep.nodes.stage import Stage, call
-from evenstep.packing import collate_rows, empty_row, fused, pack_text
+from evenstep.packing import collate_rows, empty_row, fused, pack_text, padded_alike
 
 __all__ = ["Packer"]
 
@@ -17,8 +17,9 @@ __all__ = ["Packer"]
 class Packer(Stage[RoutedBatch, Any]):
     """``collate([pack(samples, seq_len) for samples in rows])``, the built-in pair in one pass.
 
-    A row without samples is evenstep's padding row; ``pack`` is never called with an empty list. A mutable mapping
-    gets the batch's `BatchInfo` under ``"info"``.
+    A row without samples is evenstep's padding row; ``pack`` is never called with an empty list. A mapping gets the
+    batch's `BatchInfo` under ``"info"``; one that cannot be written to becomes a dictionary. A built-in ``collate`` that was
+    not told how to pad pads as a built-in ``pack`` was told.
 
     Args:
         source: Routed micro-batches.
@@ -36,8 +37,8 @@ class Packer(Stage[RoutedBatch, Any]):
     ) -> None:
         super().__init__(source)
         self._pack = pack
-        self._collate = collate
-        self._fused = fused(pack, collate)
+        self._collate = padded_alike(pack, collate)
+        self._fused = fused(pack, self._collate)
 
     def produce(self) -> Any:
         """Build the next batch."""
@@ -48,6 +49,8 @@ class Packer(Stage[RoutedBatch, Any]):
             batch = call("collate", self._collate, self._rows(routed))
         if isinstance(batch, MutableMapping):
             batch["info"] = routed.info
+        elif isinstance(batch, Mapping):
+            batch = {**batch, "info": routed.info}
         return batch
 
     def _rows(self, routed: RoutedBatch) -> list[Any]:

@@ -34,6 +34,7 @@ from evenstep.packing.policy import (
     empty_row,
     loss_counter,
     pack_documents,
+    padded_alike,
     truncate_sample,
     with_oversized,
 )
@@ -62,6 +63,7 @@ __all__ = [
     "pack_documents",
     "pack_text",
     "pack_vision",
+    "padded_alike",
     "padding_of",
     "padding_row",
     "shard_indices",

@@ -8,21 +8,32 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from evenstep.packing.collate import collate_rows
 from evenstep.packing.documents import Oversized
 from evenstep.packing.fields import as_tensor, token_dim
 from evenstep.packing.fused import keywords_of
 from evenstep.packing.loss import count_loss_tokens
 from evenstep.packing.padding import padding_row
 from evenstep.packing.text import pack_text
+from evenstep.packing.varlen import collate_varlen
 from evenstep.packing.vision import VISION_FIELDS, pack_vision
 
-__all__ = ["LossCounter", "empty_row", "loss_counter", "pack_documents", "truncate_sample", "with_oversized"]
+__all__ = [
+    "LossCounter",
+    "empty_row",
+    "loss_counter",
+    "pack_documents",
+    "padded_alike",
+    "truncate_sample",
+    "with_oversized",
+]
 
 Pack = Callable[[list[Any], int], Any]
 LossCounter: TypeAlias = "Callable[[Any, int | None], int | None]"
 """``(sample, seq_len)`` to the labels of the sample that carry a loss once it is packed, cut to ``seq_len`` if given."""
 
 BUILT_IN: tuple[Callable[..., Any], ...] = (pack_text, pack_vision)
+_PADDING = ("pad_token_id", "ignore_index", "pad_values")
 
 
 def with_oversized(pack: Pack, oversized: Oversized) -> Pack:
@@ -115,6 +126,19 @@ def _cut_document(document: Mapping[str, Any], tokens: int, options: Mapping[str
     cut = truncate_sample(document, tokens, token_dims={**dims, inner: None})
     ends = np.minimum(np.cumsum([0, *map(int, document[inner])]), tokens)
     return {**cut, inner: [int(n) for n in np.diff(ends) if n]}
+
+
+def padded_alike(pack: Pack, collate: Callable[..., Any]) -> Callable[..., Any]:
+    """``collate`` with the padding that ``pack`` was given, where both are built in and it was not told its own.
+
+    Otherwise the labels of tokens that ``collate`` adds would be none that the loss ignores.
+    """
+    packs = [k for base in BUILT_IN if (k := keywords_of(pack, base)) is not None]
+    collates = [k for base in (collate_rows, collate_varlen) if (k := keywords_of(collate, base)) is not None]
+    if not packs or not collates:
+        return collate
+    told = {name: packs[0][name] for name in _PADDING if name in packs[0] and name not in collates[0]}
+    return functools.partial(collate, **told) if told else collate
 
 
 def empty_row(pack: Pack, seq_len: int, like: Any = None) -> Any:
