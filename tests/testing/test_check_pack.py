@@ -556,7 +556,11 @@ def test_rows_are_mappings_unless_their_collate_knows_better() -> None:
     def collate(rows: list[Any]) -> Row:
         return collate_varlen([pack_text(row, 16) if isinstance(row, list) else row for row in rows])
 
+    def unpositioned(rows: list[Any]) -> Row:
+        return {name: value for name, value in collate(rows).items() if name != "position_ids"}
+
     check_quickly(keep, collate)
+    check_quickly(keep, unpositioned)
     with pytest.raises(
         PackCheckFailed, match=r"^row: pack returned a list; a row must be a mapping of fields"
     ):
