@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from heapq import heapify, heappop, heappush, heapreplace
+from heapq import heappop, heappush, heapreplace
 
 import numpy as np
 
@@ -71,10 +71,17 @@ def _fill_rows(problem: Problem, order: Int, row: Int, group: int, level: int) -
     first, cap = group * problem.ranks, int(problem.limits[0])
     free, spare = np.full(problem.ranks, cap), np.full(problem.ranks, level)
     heap = [(-level / cap, slot, cap, level) for slot in range(problem.ranks)]
-    position, smallest = 0, int(tokens.min())
+    # Rows without the tokens or the cost for a sample wait for one that needs less; samples come the costliest first,
+    # so that few wait twice.
+    short: list[tuple[int, tuple[float, int, int, int]]] = []
+    dear: list[tuple[int, tuple[float, int, int, int]]] = []
+    position, smallest, cheapest = 0, int(tokens.min()), work_list[-1]
     while position < len(work_list):
         need, cost = token_list[position], work_list[position]
-        skipped = []
+        while short and -short[0][0] >= need:
+            heappush(heap, heappop(short)[1])
+        while dear and -dear[0][0] >= cost:
+            heappush(heap, heappop(dear)[1])
         while heap:
             entry = heap[0]
             _, slot, left, below = entry
@@ -83,18 +90,17 @@ def _fill_rows(problem: Problem, order: Int, row: Int, group: int, level: int) -
                 free[slot], spare[slot] = left, below
                 row[order[position]] = first + slot
                 heapreplace(heap, (-below / left if left else 0.0, slot, left, below))
+                position += 1
                 break
             heappop(heap)
-            if left >= smallest and below >= work_list[-1]:
-                skipped.append(entry)
+            if left < smallest or below < cheapest:
+                continue
+            if left < need:
+                heappush(short, (-left, entry))
+            else:
+                heappush(dear, (-below, entry))
         else:
-            heap, skipped = skipped, []
-            heapify(heap)
             position = _next_fit(tokens, work, position + 1, free, spare)
-            continue
-        for entry in skipped:
-            heappush(heap, entry)
-        position += 1
 
 
 def _fill_slots(problem: Problem, order: Int, row: Int, group: int, level: int) -> None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, heapreplace
 
 import numpy as np
 
 from evenstep.plan.problem import Int, Problem
 
 __all__ = ["refine"]
-
-_NEVER = np.iinfo(np.int64).min
 
 
 def refine(problem: Problem, order: Int, holders: Int, level: Int, beyond: int = 0) -> Int:
@@ -35,7 +32,7 @@ def refine(problem: Problem, order: Int, holders: Int, level: Int, beyond: int =
     work, home = problem.work[order].tolist(), holders[order].tolist()
     ceiling = np.repeat(level, ranks)
     room = ceiling.tolist()
-    room_array = ceiling.copy()
+    anywhere = _Anywhere(room, free)
     own = [
         [(-int(level[group]), group * ranks + rank) for group in range(problem.groups)]
         for rank in range(ranks)
@@ -62,16 +59,11 @@ def refine(problem: Problem, order: Int, holders: Int, level: Int, beyond: int =
         for entry in skipped:
             heappush(heap, entry)
         if slot < 0:
-            for candidate in _roomiest(room_array, free.most, need[0]):
-                best = free.fullest(candidate, need)
-                if best >= 0:
-                    slot = candidate
-                    break
-            else:
+            slot, best = anywhere.find(need)
+            if slot < 0:
                 continue
         free.take(slot, best, need)
         room[slot] -= cost
-        room_array[slot] = room[slot]
         if slot % ranks == home[position]:
             heappush(heap, (-room[slot], slot))
         placed[position] = slot * rows + best
@@ -88,7 +80,7 @@ class _Free:
         self.plain = problem.rows == 1 and len(problem.limits) == 1
         self.tokens = [int(problem.limits[0])] * problem.slots
         self.left = [[problem.limits.tolist() for _ in range(self.rows)] for _ in range(problem.slots)]
-        self.most = np.full(problem.slots, problem.limits[0])
+        self.most = list(self.tokens)
 
     def fullest(self, slot: int, need: list[int]) -> int:
         """The row of a slot with the fewest free tokens that can take a sample; -1 if none can."""
@@ -112,14 +104,41 @@ class _Free:
         self.most[slot] = max(line[0] for line in self.left[slot])
 
 
-def _roomiest(room: Int, most_free: Int, tokens: int) -> Iterator[int]:
-    """Slots with the tokens for a sample, the ones furthest below their level first."""
-    open_room = np.where(most_free >= tokens, room, _NEVER)
-    best = int(open_room.argmax())
-    if open_room[best] == _NEVER:
-        return
-    yield best
-    for slot in np.argsort(-open_room, kind="stable").tolist():
-        if open_room[slot] == _NEVER:
-            return
-        yield slot
+class _Anywhere:
+    """All slots, the ones furthest below their level first; one without the tokens for a sample waits for a shorter one.
+
+    Args:
+        room: Cost that each slot has left below its level; only falls, in the caller's hands.
+        free: What is left of the limits.
+    """
+
+    def __init__(self, room: list[int], free: _Free) -> None:
+        self._room = room
+        self._free = free
+        self._slots = [(-left, slot) for slot, left in enumerate(room)]
+        heapify(self._slots)
+        self._waiting: list[tuple[int, int]] = []
+
+    def find(self, need: list[int]) -> tuple[int, int]:
+        """The roomiest slot that can take a sample, and its row; -1 and -1 if none can."""
+        slots, waiting, room, most = self._slots, self._waiting, self._room, self._free.most
+        while waiting and -waiting[0][0] >= need[0]:
+            slot = heappop(waiting)[1]
+            heappush(slots, (-room[slot], slot))
+        unfit, found = [], (-1, -1)
+        while slots:
+            below, slot = slots[0]
+            if -below != room[slot]:
+                heapreplace(slots, (-room[slot], slot))
+            elif most[slot] < need[0]:
+                heappop(slots)
+                heappush(waiting, (-most[slot], slot))
+            else:
+                row = self._free.fullest(slot, need)
+                if row >= 0:
+                    found = (slot, row)
+                    break
+                unfit.append(heappop(slots))
+        for entry in unfit:
+            heappush(slots, entry)
+        return found
