@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from evenstep.plan.prices import priced_bound
 from evenstep.plan.problem import Int, Problem
 
 __all__ = ["makespan_bound"]
@@ -31,13 +32,15 @@ def _stage_bound(problem: Problem, cost: Int) -> float:
     total, ranks = int(cost.sum()), problem.ranks
     if total == 0:
         return 0.0
-    floor = np.cumsum(_floors(problem, cost)).astype(np.float64)
+    each = _floors(problem, cost)
+    floor = np.cumsum(each).astype(np.float64)
     # The bound grows with every T_k, because T_k adds itself to the sum and at most ranks * T_k to what is held.
     best = floor + np.maximum(total - _held(problem, cost, floor), 0.0) / ranks
     if problem.rows == 1 and ranks > 1:
         best[0] = max(best[0], _beside_costliest(problem, cost, total))
         for threshold in _thresholds(problem):
             best = np.maximum(best, _beside_giants(problem, cost, floor, total, threshold))
+        best[-1] = max(best[-1], priced_bound(problem, cost, each))
     # Makespans are sums of costs, so multiples of what divides them all.
     unit = int(np.gcd.reduce(cost))
     return float(np.ceil(max(total / ranks, float(best.max())) / unit * (1 - 1e-12)) * unit)

@@ -15,12 +15,17 @@ from evenstep.plan.grouping import group_like_costs
 from evenstep.plan.levels import levels
 from evenstep.plan.lpt import lpt
 from evenstep.plan.packing import best_fit, fullest_rows
+from evenstep.plan.pairing import as_one, giant_pairs, taken_apart
 from evenstep.plan.polish import polish
 from evenstep.plan.problem import Int, Problem
 from evenstep.plan.repair import fill_empty_rows, repaired
 from evenstep.plan.stay_home import stay_home
 
 __all__ = ["run_portfolio"]
+
+_NEAR = 1.005  # times the lower bound: nearer than that no giants are paired
+_PAIRS = 3  # of giants that are tried
+_PAIRED_SAMPLES = 1 << 13  # up to which a few more plans take little time
 
 
 def run_portfolio(
@@ -52,6 +57,8 @@ def run_portfolio(
             found["levels"] = start
             if problem.makespans(start) > bound * (1 + 1e-9):
                 found["levels"] = min(polish(problem, start, hard), start, key=problem.makespans)
+            if hard and problem.size <= _PAIRED_SAMPLES:
+                hard, found["levels"] = _paired(problem, found["levels"], hard, bound)
     if algorithm == "auto" and not hard and start is not None:
         lpt_row = start  # no giants: levels is LPT
     elif algorithm in ("auto", "lpt"):
@@ -83,18 +90,37 @@ def run_portfolio(
 
 def _levels(problem: Problem, order: Int) -> tuple[int, Int | str]:
     """Levels: the number of groups under a giant, and a layout with these first, or why there is none."""
-    hard = 0
     if len(problem.costs) > 1:  # a level is one number
-        return hard, _packed(problem, partial(lpt, problem, order))
+        return 0, _packed(problem, partial(lpt, problem, order))
+    hard, row = _by_levels(problem, order)
+    if isinstance(row, str):
+        return 0, _packed(problem, partial(lpt, problem, order))
+    return hard, row
+
+
+def _by_levels(problem: Problem, order: Int) -> tuple[int, Int | str]:
+    hard = 0
 
     def assign(row: Int) -> None:
         nonlocal hard
         hard = levels(problem, order, row)
 
     row = repaired(problem, assign)
-    if isinstance(row, str):
-        return 0, _packed(problem, partial(lpt, problem, order))
-    return hard, group_like_costs(problem, row)
+    return hard, row if isinstance(row, str) else group_like_costs(problem, row)
+
+
+def _paired(problem: Problem, row: Int, hard: int, bound: float) -> tuple[int, Int]:
+    """Levels again with two giants in one row, where that is better than a group with one giant."""
+    best = hard, row
+    if problem.makespans(row) <= bound * _NEAR:
+        return best
+    for pair in giant_pairs(problem, row, hard)[:_PAIRS]:
+        window = as_one(problem, pair)
+        levelled, start = _by_levels(window, np.argsort(-window.work, kind="stable"))
+        if not isinstance(start, str):
+            again = taken_apart(polish(window, start, levelled), pair)
+            best = min(best, (levelled, again), key=lambda plan: problem.makespans(plan[1]))
+    return best
 
 
 def _packed(problem: Problem, assign: Callable[[Int], object]) -> Int | str:
