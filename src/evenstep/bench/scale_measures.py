@@ -19,7 +19,7 @@ __all__ = ["ALGORITHMS", "Study"]
 
 ALGORITHMS: tuple[Algorithm, ...] = ("lpt", "refine", "auto")
 _HEADER = Header(OK).pack().numel()
-_GROWTH = 2.0  # of planning time with the samples of a window, as measured from 1,024 to 4,096 ranks
+_GROWTH = 1.2  # exponent of planning time over the samples of a window, as measured from 1,024 to 4,096 ranks
 
 
 @dataclass

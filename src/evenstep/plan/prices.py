@@ -11,6 +11,7 @@ __all__ = ["priced_bound"]
 
 Float = npt.NDArray[np.float64]
 _SIZES = 8  # token counts up to half a row that are tried as the smallest long sample
+_FEW_SAMPLES = 1 << 13  # with more, only samples of more than half a row are called long, to save time
 _PRICES = 24  # prices of a token that are tried at once
 _ROUNDS = 3  # each between the neighbours of the best price so far
 
@@ -28,16 +29,18 @@ def priced_bound(problem: Problem, cost: Int, floor: Int) -> float:
         floor: A floor of the k-th largest makespan for each k, non-increasing int64 ``[groups]``.
     """
     tokens, cap = problem.weights[0], int(problem.limits[0])
+    used = np.flatnonzero(tokens)
+    densest = used[np.argsort(-(cost[used] / tokens[used]), kind="stable")]
     best = 0.0
     for size in _sizes(problem):
         long, alone = tokens >= size, tokens > cap - size
         cases: list[float] = []
         if long.sum() <= problem.slots:
-            cases.append(_apart(problem, cost, _raised(problem, floor, cost[long]), long))
+            cases.append(_apart(problem, cost, densest, _raised(problem, floor, cost[long]), long))
         two = np.sort(tokens[long])[:2]
         if len(two) == 2 and two.sum() <= cap and min(cases, default=np.inf) > best:
             rows = np.append(cost[alone], np.sort(cost[long])[:2].sum())
-            cases.append(_apart(problem, cost, _raised(problem, floor, rows), alone))
+            cases.append(_apart(problem, cost, densest, _raised(problem, floor, rows), alone))
         best = max(best, min(cases, default=0.0))
     return best
 
@@ -45,6 +48,8 @@ def priced_bound(problem: Problem, cost: Int, floor: Int) -> float:
 def _sizes(problem: Problem) -> list[int]:
     """Half a row and a bit, and token counts of samples between a quarter and a half of it, the largest first."""
     tokens, cap = problem.weights[0], int(problem.limits[0])
+    if problem.size > _FEW_SAMPLES:
+        return [cap // 2 + 1]
     medium = np.unique(tokens[(tokens * 4 > cap) & (tokens * 2 <= cap)])[::-1]
     if len(medium) > _SIZES:
         medium = medium[np.linspace(0, len(medium) - 1, _SIZES).astype(np.int64)]
@@ -59,7 +64,7 @@ def _raised(problem: Problem, floor: Int, rows: Int) -> Int:
     return raised
 
 
-def _apart(problem: Problem, cost: Int, floor: Int, long: npt.NDArray[np.bool_]) -> float:
+def _apart(problem: Problem, cost: Int, densest: Int, floor: Int, long: npt.NDArray[np.bool_]) -> float:
     """The bound where no two of the samples ``long`` share a row (Lagrangian relaxation of the rows' tokens).
 
     With a price on tokens, a row is worth its long sample and the price of the tokens that this leaves, but no more than
@@ -69,14 +74,10 @@ def _apart(problem: Problem, cost: Int, floor: Int, long: npt.NDArray[np.bool_])
     """
     tokens, cap = problem.weights[0], int(problem.limits[0])
     long_cost, long_tokens = cost[long].astype(np.float64), tokens[long].astype(np.float64)
-    costs, sizes = cost[~long].astype(np.float64), tokens[~long].astype(np.float64)
-    used = np.flatnonzero(sizes)
-    density = costs[used] / sizes[used]
-    order = np.argsort(-density, kind="stable")
-    density = np.append(density[order], 0.0)
-    dense_cost = np.append(0.0, np.cumsum(costs[used][order]))
-    dense_tokens = np.append(0.0, np.cumsum(sizes[used][order]))
-    other = float(cost.sum() - costs[sizes == 0].sum())
+    short = densest[~long[densest]]
+    density = np.append(cost[short] / tokens[short], 0.0)
+    dense_cost, dense_tokens = (np.append(0, np.cumsum(column[short])) for column in (cost, tokens))
+    total = float(cost[densest].sum())
     level = np.repeat(floor, problem.ranks).astype(np.float64)
     split = min(len(long_cost), problem.slots)
 
@@ -85,12 +86,11 @@ def _apart(problem: Problem, cost: Int, floor: Int, long: npt.NDArray[np.bool_])
         worth = np.maximum(long_cost + price * (cap - long_tokens), price * cap)
         held = np.minimum(-np.sort(-worth, axis=1)[:, :split], level[:split]).sum(axis=1)
         held += np.minimum(price * cap, level[split:]).sum(axis=1)
-        return np.asarray(
-            other - held - (dense_cost[place] - price[:, 0] * dense_tokens[place]), dtype=np.float64
-        )
+        surplus = dense_cost[place] - price[:, 0] * dense_tokens[place]
+        return np.asarray(total - surplus - held, dtype=np.float64)
 
     # Prices at even distances in tokens first, because it is the tokens of the costliest groups that have a price.
-    place = np.unique(np.searchsorted(dense_tokens, np.linspace(0.0, dense_tokens[-1], _PRICES)))
+    place = np.unique(np.searchsorted(dense_tokens, np.linspace(0, dense_tokens[-1], _PRICES)))
     most = 0.0
     for _ in range(_ROUNDS):
         value = beyond(place)
