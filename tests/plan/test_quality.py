@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from evenstep.bench.plan_cases import CASES
 from evenstep.plan import (
     Objective,
     PackingConstraints,
@@ -42,6 +43,27 @@ def test_levels_come_close_to_the_bound(
     }
     plan = plan_window(tokens, costs, **arguments)
     assert sum_of_makespans(plan.loads) <= 1.01 * lower_bound(tokens, costs, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "seed"),
+    [
+        ("wlb-2", 59),
+        *(("wlb-4", seed) for seed in (31, 41, 89, 93)),
+        *(("wlb-8", seed) for seed in (14, 23, 55, 82, 90)),
+    ],
+)
+def test_few_long_documents_come_close_to_the_bound(name: str, seed: int) -> None:
+    case = CASES[name]
+    window = case.draw(seed)
+    arguments: dict[str, Any] = {
+        "dp_size": case.dp_size,
+        "micro_batches": case.micro_batches,
+        "rows": 1,
+        "constraints": PackingConstraints(case.seq_len),
+    }
+    plan = plan_window(window.tokens, window.costs, **arguments)
+    assert sum_of_makespans(plan.loads) <= 1.02 * lower_bound(window.tokens, window.costs, **arguments)
 
 
 @pytest.mark.parametrize("rows", [1, 3])
