@@ -29,6 +29,8 @@ def priced_bound(problem: Problem, cost: Int, floor: Int) -> float:
         floor: A floor of the k-th largest makespan for each k, non-increasing int64 ``[groups]``.
     """
     tokens, cap = problem.weights[0], int(problem.limits[0])
+    if tokens.max(initial=0) * 4 <= cap:  # none is long
+        return 0.0
     used = np.flatnonzero(tokens)
     densest = used[np.argsort(-(cost[used] / tokens[used]), kind="stable")]
     best = 0.0
