@@ -10,7 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from evenstep.packing import empty_row, pack_text, pack_vision, truncate_sample, with_oversized
+from evenstep.packing import (
+    collate_rows,
+    collate_varlen,
+    empty_row,
+    pack_text,
+    pack_vision,
+    padded_alike,
+    truncate_sample,
+    with_oversized,
+)
 
 SAMPLE: dict[str, Any] = {
     "input_ids": torch.tensor([1, 2, 3, 4]),
@@ -69,3 +78,25 @@ def test_empty_rows_are_padded_as_their_pack_pads() -> None:
         assert row["labels"].tolist() == [-1, -1, -1]
     assert set(empty_row(own_pack, 3, {"input_ids": torch.ones(3)})) == {"input_ids"}
     assert empty_row(own_pack, 3, ([[1]], 3))["input_ids"].tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("base", [pack_text, pack_vision])
+@pytest.mark.parametrize("collate", [collate_rows, collate_varlen])
+def test_an_empty_row_has_the_fields_that_were_declared(base: Any, collate: Any) -> None:
+    values = {"doc": -1, "weights": np.float32(0.5), "kind": np.int8(3), "labels": 7}
+    pack = functools.partial(base, pad_values=values)
+    batch = padded_alike(pack, collate)([empty_row(pack, 4), empty_row(pack, 4)])
+    full = {name: batch[name].unique().tolist() for name in values}
+    assert full == {"doc": [-1], "weights": [0.5], "kind": [3], "labels": [-100]}
+    assert [batch[name].dtype for name in values] == [torch.int64, torch.float32, torch.int8, torch.int64]
+    assert all(batch[name].shape == batch["input_ids"].shape for name in values)
+
+
+@pytest.mark.parametrize("collate", [collate_rows, collate_varlen])
+def test_beside_samples_an_empty_row_declares_nothing(collate: Any) -> None:
+    pack = functools.partial(pack_text, pad_values={"doc": -1, "absent": 1})
+    sample = {"input_ids": torch.tensor([5, 6]), "doc": torch.tensor([2, 3], dtype=torch.int32)}
+    batch = padded_alike(pack, collate)([empty_row(pack, 2), pack([sample], 2)])
+    assert "absent" not in batch
+    assert batch["doc"].dtype == torch.int32
+    assert batch["doc"].flatten().tolist() == ([-1, -1, 2, 3] if collate is collate_rows else [2, 3])

@@ -86,7 +86,9 @@ def check_rows(rows: Sequence[Mapping[str, Any]], *, boundaries: bool = False) -
                 f"row {k} is {what}; without {' and '.join(lacking)} it cannot be collated; pack with pack_text, or give "
                 "your own collate with your own pack"
             )
-    return [name for name in dict.fromkeys(n for row in rows for n in row) if name not in _BOUNDARY_FIELDS]
+    # What only a padding row has was declared, not met: rows with tokens know the fields of their batch.
+    telling = [row for row in rows if num_tokens(row)] or rows
+    return [name for name in dict.fromkeys(n for row in telling for n in row) if name not in _BOUNDARY_FIELDS]
 
 
 def num_tokens(row: Mapping[str, Any]) -> int:

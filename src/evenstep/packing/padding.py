@@ -26,11 +26,11 @@ def padding_row(
 
     Args:
         like: A row, of any pack, whose fields, types and shapes it repeats; None: the fields that ``pack_text`` always
-            makes. The built-in collates give it the other fields of its batch.
+            makes, and those named in ``pad_values``. The built-in collates give it the other fields of its batch.
         seq_len: Its tokens; None: as many as ``like``.
         pad_token_id: As in ``pack_text``.
         ignore_index: As in ``pack_text``.
-        pad_values: As in ``pack_text``.
+        pad_values: As in ``pack_text``: without ``like`` each is a field ``[seq_len]`` of the type of its value.
 
     Raises:
         ValueError: Neither ``like`` nor ``seq_len`` is given.
@@ -46,7 +46,12 @@ def padding_row(
             name: torch.full((seq_len,), int(padding.of(name)), dtype=torch.int64)
             for name in ("input_ids", "labels", "position_ids")
         }
-        return {**tokens, **nothing}
+        declared = {
+            name: torch.full((seq_len,), value, dtype=torch.as_tensor(value).dtype)
+            for name, value in padding.values.items()
+            if name not in tokens and name not in nothing
+        }
+        return {**tokens, **declared, **nothing}
     length = len(like["input_ids"])
     listed = isinstance(like["input_ids"], list)
     row: dict[str, Any] = {}

@@ -52,7 +52,8 @@ def pack_text(
             True: ``labels[t]`` is the target of the prediction made at ``t``, token ``t + 1`` of the same document.
         oversized: What becomes of a sample longer than ``seq_len``, which must be alone: ``"error"``, ``"single"``
             (the row is as long as it), ``"truncate"`` (its first ``seq_len`` tokens stay).
-        pad_values: Padding of other per-token fields by name.
+        pad_values: Padding of other per-token fields by name. A row without samples has these fields too, ``[seq_len]``
+            of the type of the value: int64 for an int, float32 for a float, a NumPy scalar's own.
         label_fields: Per-token fields that move with the labels when ``shifted``.
         token_dims: Which dimension of a field counts tokens, None for a field that is not per token; for fields
             whose shape does not tell.
@@ -71,7 +72,12 @@ def pack_text(
     padding = Padding(pad_token_id, ignore_index, pad_values or {})
     read = read_documents(samples, seq_len, oversized, documents)
     if not read.samples:
-        return padding_row(seq_len=int(seq_len), pad_token_id=pad_token_id, ignore_index=ignore_index)
+        return padding_row(
+            seq_len=int(seq_len),
+            pad_token_id=pad_token_id,
+            ignore_index=ignore_index,
+            pad_values=padding.values,
+        )
     if oversized == "single":
         seq_len = max(seq_len, int(read.ends[-1]))
     labels = labels_of(read)
