@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import threading
 import time
 from collections import Counter, deque
@@ -29,10 +30,6 @@ _IN_FLIGHT = (
 
 # torch 2.13 renamed it and deprecates the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-# A collective that was given up keeps its work, buffers and group alive until the process ends: dropping them
-# blocks the exit until the peer answers, and a thread that waits for them there is a SIGABRT.
-_ABANDONED: list[Any] = []
 
 
 class ProcessGroupCommunicator:
@@ -223,7 +220,7 @@ class ProcessGroupCommunicator:
             )
 
     def _give_up(self, buffers: list[torch.Tensor], error: Exception) -> Exception:
-        _ABANDONED.append((list(self._in_flight), buffers, self._group))
+        _keep_for_ever((list(self._in_flight), buffers, self._group))
         self._in_flight.clear()
         self._failure = copy.copy(error)  # without the frames, and so the nodes, that it goes through
         return error
@@ -254,3 +251,12 @@ class ProcessGroupCommunicator:
             error_type=type(error).__name__,
             error_message=detail,
         )
+
+
+def _keep_for_ever(given_up: object) -> None:
+    """Keep work, buffers and group of a collective that was given up, until the process is gone.
+
+    Dropping the last reference to the group waits for the collective, that is for the peer; a thread that waits for it
+    there is a SIGABRT. No variable is enough: the interpreter clears its modules before it exits.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(given_up))
