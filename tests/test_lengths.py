@@ -204,3 +204,16 @@ def test_the_command_says_what_it_cannot_find(
 ) -> None:
     assert main(["lengths", dataset, "-o", str(tmp_path / "out.npy")]) == 1
     assert capsys.readouterr().err == message + "\n"
+
+
+@pytest.mark.parametrize("name", ["lengths.csv", "lengths"])
+def test_only_npy_is_written_and_nothing_is_read_before(tmp_path: Path, name: str) -> None:
+    dataset = Dataset()
+    message = (
+        f"{tmp_path / name} ends with {Path(name).suffix!r}, but lengths are written in the format of .npy, and readers "
+        f"go by the ending; write to {tmp_path / 'lengths.npy'}"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        scan_lengths(dataset, tmp_path / name)
+    assert not dataset.read
+    assert not list(tmp_path.iterdir())

@@ -125,13 +125,18 @@ def scan_lengths(
     Raises:
         SampleError: A sample cannot be read; what has been read is kept.
         TypeError: The dataset has no length.
-        ValueError: The unfinished file is of another dataset.
+        ValueError: The unfinished file is of another dataset, or ``output`` does not end with ``.npy``.
     """
+    final = Path(output)
+    if final.suffix.lower() != ".npy":
+        raise ValueError(
+            f"{final} ends with {final.suffix!r}, but lengths are written in the format of .npy, and readers go by the "
+            f"ending; write to {final.with_suffix('.npy')}"
+        )
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise TypeError(
             f"{type(dataset).__name__} has no len() and [index]: only a map-style dataset can be scanned"
         )
-    final = Path(output)
     part = final.with_name(final.name + ".part")
     lengths = _open_part(part, len(dataset))
     missing = np.flatnonzero(lengths == _UNREAD)

@@ -175,7 +175,10 @@ def test_unknown_dimension_lists_the_known(file: Path, capsys: pytest.CaptureFix
 
 def test_missing_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command(tmp_path / "no.npy") == 2
-    assert "No such file" in capsys.readouterr().err
+    assert capsys.readouterr().err == (
+        f"evenstep simulate: No such file: {tmp_path / 'no.npy'}; `evenstep lengths MODULE:NAME -o lengths.npy` writes the "
+        "lengths of a dataset\n"
+    )
 
 
 def test_without_matplotlib_only_the_report_is_missing(

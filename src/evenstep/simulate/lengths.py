@@ -43,6 +43,10 @@ def read_lengths(
         ValueError: The ending is unknown, the column is missing, or a length is no whole number >= 0.
     """
     path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(
+            f"No such file: {path}; `evenstep lengths MODULE:NAME -o lengths.npy` writes the lengths of a dataset"
+        )
     ending = path.suffix.lower()
     if ending == ".npy":
         values = np.load(path, mmap_mode="r", allow_pickle=False)
