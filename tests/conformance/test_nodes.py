@@ -258,3 +258,37 @@ def test_every_exported_node_has_a_case() -> None:
 @pytest.mark.parametrize("items", [1, 2, 3])
 def test_a_short_epoch_is_an_epoch(items: int) -> None:
     assert_node_conforms(lambda: tn.IterableWrapper(range(items)))
+
+
+def test_a_node_that_begins_its_step_again_is_told_from_a_wrong_one() -> None:
+    config = replace(CONFIG, resume="step", balance_window=None)
+
+    def build() -> tn.BaseNode[Any]:
+        plane = DataPlane.single()
+        node: tn.BaseNode[Any] = MetadataGather(reader(plane, Dataset(), config), plane)
+        return Packer(PayloadAllToAll(Planner(node, plane, config), plane, config))
+
+    with pytest.raises(AssertionError) as caught:
+        assert_node_conforms(build)
+    items = len(list(build()))
+    assert str(caught.value) == (
+        f"restored after item 1 of {items}, {items} items came, expected {items - 1}: step 0 began again at its first "
+        "micro-batch, as resume='step' says; the node may be right. Use LoaderConfig(resume='micro_batch') for this test"
+    )
+
+
+def test_a_node_that_loses_its_position_gets_no_such_hint() -> None:
+    class Forgetful(tn.BaseNode[Any]):
+        def reset(self, initial_state: dict[str, Any] | None = None) -> None:
+            super().reset(initial_state)
+            self._left = iter(range(3))
+
+        def next(self) -> int:
+            return next(self._left)
+
+        def get_state(self) -> dict[str, Any]:
+            return {}
+
+    with pytest.raises(AssertionError) as caught:
+        assert_node_conforms(Forgetful)
+    assert str(caught.value) == "restored after item 1 of 3, 3 items came, expected 2"

@@ -195,7 +195,7 @@ PLANTED: list[tuple[Callable[[Row, list[Any]], Row], str, str]] = [
         lost_field,
         "lost field",
         "the samples have 'loss_weights', the row has not (it has ['cu_seqlens', 'input_ids', 'labels', 'max_seqlen', "
-        "'num_tokens', 'position_ids'])",
+        "'num_tokens', 'position_ids']); if your data has none, pass samples=samples(labels=False, extras=())",
     ),
     (swapped_field, "field values", "loss_weights at position 0 is 0.0, but it must be 0.25"),
     (

@@ -177,8 +177,10 @@ def _check_columns(row: Mapping[str, Any], expected: Expected, length: int, conv
     given = {name for sample in expected.samples for name in sample}
     for name in (*expected.columns, *expected.others):
         if name in given and name not in row:
+            hint = _without(name)
             broken(
-                "lost field", f"the samples have {name!r}, the row has not (it has {sorted(map(str, row))})"
+                "lost field",
+                f"the samples have {name!r}, the row has not (it has {sorted(map(str, row))}){hint}",
             )
     for name, (dim, right) in expected.columns.items():
         if name not in row:
@@ -194,6 +196,13 @@ def _check_columns(row: Mapping[str, Any], expected: Expected, length: int, conv
     padding = as_tensor(row["labels"])
     if padding is not None:
         check_padding_labels(padding[expected.tokens :], expected.tokens, conventions)
+
+
+def _without(name: str) -> str:
+    """How to check a pack for data that has no such field, of those that the usual samples have."""
+    if name != "loss_weights":
+        return ""
+    return "; if your data has none, pass samples=samples(labels=False, extras=())"
 
 
 def check_padding_labels(labels: torch.Tensor, start: int, conventions: Conventions) -> None:
