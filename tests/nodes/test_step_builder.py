@@ -220,8 +220,8 @@ def test_samples_that_cannot_be_measured_are_skipped_and_stay_so_after_a_resume(
     assert found == [0, 2, 3, 5, 6, 7, 8]
     assert whole.skipped == 2
     assert [record.getMessage() for record in caplog.records] == [
-        f"sample {k} since the stream was begun or loaded is skipped: TypeError: a sample of type dict without 'input_ids' "
-        "says nothing of its length; pass metadata_fn=lambda sample: number_of_tokens"
+        f"evenstep: sample {k} since the stream was begun or loaded is skipped: TypeError: a sample of type dict without "
+        "'input_ids' says nothing of its length; pass metadata_fn=lambda sample: number_of_tokens"
         for k in (1, 4)
     ]
     again = builder()

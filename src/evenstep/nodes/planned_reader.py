@@ -173,7 +173,13 @@ class PlannedReader(Stage[PlannedBatch, RoutedBatch]):
                 self._compare_loss(index, int(batch.window.columns.loss_tokens[sample]), value)
         except Exception as error:
             if self._config.on_sample_error == "skip":
-                log.warning("sample %d is skipped: %s: %s", index, type(error).__name__, error)
+                log.warning(
+                    "rank %d: evenstep: sample %d is skipped: %s: %s",
+                    self.plane.topology.rank,
+                    index,
+                    type(error).__name__,
+                    error,
+                )
                 return Unreadable(error)
             raise SampleError(f"sample {index}: {type(error).__name__}: {error}", index) from error
         if tokens != planned:

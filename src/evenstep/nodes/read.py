@@ -89,6 +89,7 @@ class SampleReader:
         self._cost = DEFAULT_COST if cost is None else cost
         self._codec = PayloadCodec() if codec is None else codec
         self._told = False
+        self._rank = plane.topology.rank
         self._travels = plane.balance is not None and len(plane.balance.ranks) > 1
 
     def read(
@@ -127,7 +128,14 @@ class SampleReader:
                     raise SampleError(
                         f"sample {name}{where}: {type(error).__name__}: {error}", name
                     ) from error
-                log.warning("sample %d%s is skipped: %s: %s", name, where, type(error).__name__, error)
+                log.warning(
+                    "rank %d: evenstep: sample %d%s is skipped: %s: %s",
+                    self._rank,
+                    name,
+                    where,
+                    type(error).__name__,
+                    error,
+                )
                 kept.skipped += 1
         sources = np.array(kept.sources, dtype=np.int64)
         places = order[sources]

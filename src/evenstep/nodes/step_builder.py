@@ -232,7 +232,7 @@ class StepBuilder(BaseNode[list[list[Any]]]):
         if not self._skips:
             raise failed
         log.warning(
-            "sample %d since the stream was begun or loaded is skipped: %s: %s",
+            "evenstep: sample %d since the stream was begun or loaded is skipped: %s: %s",
             number,
             type(error).__name__,
             error,
