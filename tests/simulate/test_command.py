@@ -207,3 +207,34 @@ def test_a_terminal_sees_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     with terminal_progress("reading", 3) as advance:
         advance(3)
     assert "reading" in capsys.readouterr().err
+
+
+def test_what_is_assumed_is_told_and_a_single_step_is_a_warning(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assumed = "  assumed: a dense transformer of width 4096; give yours with --model or --cost"
+    warning = (
+        "warning: a single step was sampled at 4 ranks, and another may gain more or less; more documents, --steps or "
+        "--seconds sample more"
+    )
+    for arguments, expected in (
+        ([*QUICK], [assumed]),
+        ([*QUICK[:-1], "1"], [assumed, warning]),
+        ([*QUICK, "--cost", "10,1"], []),
+    ):
+        assert command(file, *arguments) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert [line for line in lines if line in (assumed, warning)] == expected
+
+
+def test_every_option_with_a_default_tells_it() -> None:
+    parser = argparse.ArgumentParser(prog="evenstep simulate")
+    add_arguments(parser)
+    silent = [
+        action.option_strings
+        for action in parser._actions
+        if action.option_strings
+        and action.default not in (None, False, argparse.SUPPRESS)
+        and "(default: " not in (action.help or "")
+    ]
+    assert not silent

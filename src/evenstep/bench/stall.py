@@ -52,14 +52,38 @@ class _Documents:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``evenstep bench stall``."""
-    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="data-parallel ranks, over gloo")
     parser.add_argument(
-        "--compute-ms", type=float, default=50.0, metavar="MS", help="compute per micro-batch, simulated"
+        "--ranks",
+        type=int,
+        default=2,
+        metavar="N",
+        help="data-parallel ranks, over gloo (default: %(default)s)",
     )
-    parser.add_argument("--read-ms", type=float, default=5.0, metavar="MS", help="reading time of a sample")
-    parser.add_argument("--micro-batches", type=int, default=60, metavar="N", help="micro-batches to measure")
-    parser.add_argument("--seq-len", type=int, default=8192, metavar="N", help="tokens of a row")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--compute-ms",
+        type=float,
+        default=50.0,
+        metavar="MS",
+        help="compute per micro-batch, simulated (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--read-ms",
+        type=float,
+        default=5.0,
+        metavar="MS",
+        help="reading time of a sample (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--micro-batches",
+        type=int,
+        default=60,
+        metavar="N",
+        help="micro-batches to measure (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seq-len", type=int, default=8192, metavar="N", help="tokens of a row (default: %(default)s)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the lengths (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 

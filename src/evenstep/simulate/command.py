@@ -65,7 +65,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--algorithms", nargs="+", default=["refine", "auto"], choices=get_args(Algorithm), metavar="NAME",
         help=f"of {', '.join(get_args(Algorithm))} (default: refine auto)",
     )  # fmt: skip
-    layout.add_argument("--micro-batch-size", type=int, default=1, metavar="N", help="rows of a micro-batch")
+    layout.add_argument(
+        "--micro-batch-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="rows of a micro-batch (default: %(default)s)",
+    )
     layout.add_argument(
         "--accumulation-steps", type=int, metavar="N",
         help="micro-batches of a rank and step (default: the largest window)",
@@ -75,12 +81,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     layout.add_argument(
         "--reference", choices=("shuffled", "sampler"), default="shuffled",
-        help="where documents are before planning: packed rows in random order, or as evenstep's sampler puts them",
+        help="where documents are before planning: packed rows in random order, or as evenstep's sampler puts them "
+        "(default: %(default)s)",
     )  # fmt: skip
-    layout.add_argument("--order", choices=("shuffled", "sequential"), default="shuffled")
+    layout.add_argument(
+        "--order",
+        choices=("shuffled", "sequential"),
+        default="shuffled",
+        help="in which documents are read (default: %(default)s)",
+    )
     cost = parser.add_argument_group("cost")
     which = cost.add_mutually_exclusive_group()
-    which.add_argument("--cost", metavar="A,B", help="cost of a document of L tokens is A*L + B*L^2")
+    which.add_argument(
+        "--cost",
+        metavar="A,B",
+        help=f"cost of a document of L tokens is A*L + B*L^2 (default: {DEFAULT_COST.a:g},{DEFAULT_COST.b:g}, a dense "
+        "transformer of width 4096)",
+    )
     which.add_argument(
         "--model", metavar="NAME=N,...",
         help="FLOPs of a transformer, such as hidden=4096,layers=32,ffn=14336,vocab=128256,heads=32,kv_heads=8",
@@ -88,13 +105,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     cost.add_argument("--padded", action="store_true", help="the model computes the padding of rows as well")
     cost.add_argument(
         "--sync", choices=("micro_batch", "step"), default="micro_batch",
-        help="where ranks wait for each other: FSDP, ZeRO-3 and pipelines at every micro-batch, DDP once a step",
+        help="where ranks wait for each other: FSDP, ZeRO-3 and pipelines at every micro-batch, DDP once a step "
+        "(default: %(default)s)",
     )  # fmt: skip
     cost.add_argument(
-        "--bytes-per-token", type=int, default=8, metavar="N", help="payload that moves with a token"
+        "--bytes-per-token",
+        type=int,
+        default=8,
+        metavar="N",
+        help="payload that moves with a token (default: %(default)s)",
     )
     cost.add_argument(
-        "--min-gain", type=float, default=0.0, help="gain below which the planner moves nothing"
+        "--min-gain",
+        type=float,
+        default=0.0,
+        help="gain below which the planner moves nothing (default: %(default)s)",
     )
     sample = parser.add_argument_group("sample and output")
     sample.add_argument("--steps", type=int, default=5, metavar="N", help="steps to sample (default: 5)")
@@ -102,7 +127,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seconds", type=float, default=20.0, metavar="S",
         help="sample fewer steps once planning has taken this long (default: 20)",
     )  # fmt: skip
-    sample.add_argument("--seed", type=int, default=0)
+    sample.add_argument("--seed", type=int, default=0, help="of the random orders (default: %(default)s)")
     sample.add_argument(
         "--out", type=Path, metavar="FILE", help="write a report (.html) and its pictures (.png)"
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from evenstep.cost import describe_cost
+from evenstep.cost import DEFAULT_COST, LinearQuadraticCost, describe_cost
 from evenstep.simulate.simulation import SAMPLER, SHUFFLED, Outcome, Simulation
 
 __all__ = ["HEADER", "as_json", "as_text", "cells", "headlines", "legend", "setting_lines"]
@@ -50,6 +50,9 @@ def setting_lines(simulation: Simulation) -> list[str]:
         f"ranks wait for each other once per {sync}",
         f"cost {describe_cost(settings.cost)}",
     ]
+    cost = settings.cost
+    if isinstance(cost, LinearQuadraticCost) and (cost.a, cost.b) == (DEFAULT_COST.a, DEFAULT_COST.b):
+        lines.append("  assumed: a dense transformer of width 4096; give yours with --model or --cost")
     if simulation.oversized:
         lines.append(f"{simulation.oversized:,} documents are longer than a row: {treated}")
     if simulation.empty:
@@ -60,6 +63,12 @@ def setting_lines(simulation: Simulation) -> list[str]:
         if outcome.layout == SHUFFLED
     )
     lines.append(f"sampled over an epoch ({settings.order}, seed {settings.seed}): {sampled}")
+    lonely = [str(o.dp_size) for o in simulation.outcomes if o.layout == SHUFFLED and o.steps == 1]
+    if lonely:
+        lines.append(
+            f"warning: a single step was sampled at {' and '.join(lonely)} ranks, and another may gain more or less; more "
+            "documents, --steps or --seconds sample more"
+        )
     return lines
 
 
