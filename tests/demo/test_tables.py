@@ -43,6 +43,19 @@ def test_lines_of_a_step(make_record: Callable[..., StepRecord], capsys: pytest.
     )
 
 
+def test_a_step_that_gains_without_moving_says_how(
+    make_record: Callable[..., StepRecord], capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = make_record([[1, 3], [3, 1]], samples=[[{1: 25}, {2: 75}], [{3: 75}, {4: 25}]])
+    after = make_record([[3, 3], [1, 1]], samples=[[{3: 75}, {2: 75}], [{1: 25}, {4: 25}]])
+    print_pair(before, before)
+    assert "nothing moved" not in capsys.readouterr().out
+    print_pair(before, after)
+    _, balanced, told = capsys.readouterr().out.splitlines()
+    assert balanced.split()[6] == "0.0%"
+    assert told == "      (nothing moved between ranks: each put its own samples into other micro-batches)"
+
+
 def test_a_busy_machine_is_told_beside_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     print_busy(0.9)
     assert capsys.readouterr().out == ""

@@ -13,6 +13,8 @@ __all__ = ["corpus_table", "print_busy", "print_heading", "print_pair", "print_r
 
 _COLUMNS = "{:>4}  {:<9}  {:>7}  {:>8}  {:>9}  {:>9}  {:>7}  {:>7}  {:>8}"
 
+_REORDERED = "      (nothing moved between ranks: each put its own samples into other micro-batches)"
+
 
 def corpus_table(pieces: Pieces, seq_len: int) -> str:
     """Documents, tokens, percentiles, and what became of empty and of long documents."""
@@ -58,6 +60,8 @@ def print_pair(reference: StepRecord, balanced: StepRecord) -> None:
     moved = moved_tokens(reference, balanced) / int(balanced.tokens.sum())
     print(_line("reference", reference, "-"))
     print(_line("balanced", balanced, f"{moved:.1%}"), flush=True)
+    if not moved and balanced.predicted_efficiency > reference.predicted_efficiency:
+        print(_REORDERED, flush=True)
 
 
 def print_busy(share: float) -> None:
