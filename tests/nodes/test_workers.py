@@ -122,6 +122,16 @@ def test_a_killed_worker_is_named_with_its_exit_code_on_every_rank(known: bool) 
     assert len({outcome.rank for outcome in told}) == 1
 
 
+def test_closing_ends_the_workers_that_outlived_one_that_was_killed() -> None:
+    others = set(multiprocessing.active_children())
+    fetcher = ProcessFetcher(Killed(), 2)
+    with pytest.raises(RuntimeError, match="died with exit code -9") as caught:
+        fetcher.submit(range(16), KEY).take(16)
+    fetcher.close()
+    assert set(multiprocessing.active_children()) <= others
+    assert caught.tb is not None  # whoever keeps the error keeps no worker
+
+
 def _parent(told: Connection) -> None:
     """Starts workers, says which, and waits to be killed."""
     # Torch's workers look for their parent every five seconds, which is long for a test.

@@ -179,8 +179,19 @@ def _drive(requests: _Requests, work: _Work) -> None:
             for message in loader:
                 work.done([v.unwrap() if isinstance(v, FailedSample) else v for v in unpack_message(message)])
         except Exception as error:
-            work.fail(_explain(error, loader))
-            loader = None
+            told = _explain(error, loader)
+            _stop(loader)
+            loader = None  # the traceback of the error keeps this frame, and so whatever it ends with
+            work.fail(told)
+            del told
+    loader = None
+
+
+def _stop(loader: DataLoader[Any] | None) -> None:
+    """End the workers that are left of ``loader``."""
+    iterator = getattr(loader, "_iterator", None)
+    if iterator is not None:
+        iterator._shutdown_workers()
 
 
 def _explain(error: Exception, loader: DataLoader[Any] | None) -> Exception:
