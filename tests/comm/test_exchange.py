@@ -18,6 +18,7 @@ from evenstep.comm.buffers import BufferPool
 from evenstep.comm.codec import PayloadCodec, PickleCodec
 from evenstep.comm.exchange import Exchange, Moves, Stamp
 from evenstep.comm.plane import DataPlane
+from evenstep.comm.simulated import SimulatedGroup
 from evenstep.errors import RemoteRankError, WireFormatError
 from evenstep.testing import SimulatedWorld, assert_same
 
@@ -108,6 +109,33 @@ def test_too_much_at_once_goes_to_one_peer_after_the_other(monkeypatch: pytest.M
     longest = max(segment_lengths(make_moves(routes)).values())
     monkeypatch.setattr(exchange_module, "CHUNK_BYTES", longest)
     assert collectives(check_arrivals(3, routes)) == 2
+
+
+@settings(max_examples=60)
+@given(
+    ranks=st.integers(2, 40),
+    routes=st.lists(st.tuples(st.integers(0, 39), st.integers(0, 39)), max_size=60),
+    chunk=st.integers(64, 4096),
+)
+def test_collectives_are_counted_by_the_longest_segment_of_each_distance(
+    ranks: int, routes: list[tuple[int, int]], chunk: int
+) -> None:
+    moves = make_moves([(h % ranks, t % ranks) for h, t in routes])
+    payload, whole = np.zeros((2, 2, ranks), dtype=np.int64)
+    np.add.at(payload[0], moves.holders, moves.nbytes)
+    np.add.at(payload[1], moves.targets, moves.nbytes)
+    expected: dict[int, int] = {}
+    for (holder, target), length in segment_lengths(moves).items():
+        whole[0, holder] += length
+        whole[1, target] += length
+        distance = (target - holder) % ranks
+        expected[distance] = max(expected.get(distance, 0), -(-length // chunk))
+    at_once = payload.max() < chunk // 2 or whole.max() <= chunk
+    communicator = SimulatedGroup(tuple(range(ranks))).communicator(0)
+    exchange = Exchange(communicator, PayloadCodec(), BufferPool(), STAMP, moves, sample)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange_module, "CHUNK_BYTES", chunk)
+        assert exchange._chunks() == (None if at_once else expected)
 
 
 def test_bytes_on_the_wire_are_those_that_move() -> None:

@@ -189,10 +189,15 @@ class Exchange:
         Equal on all ranks, as the moves are.
         """
         moves, size = self._moves, len(self._communicator.ranks)
-        if int(moves.nbytes.sum()) < CHUNK_BYTES // 2:  # what else is in a segment is less than that
+        if not len(moves.ids):
+            return None
+        busiest = max(np.bincount(peers, moves.nbytes).max() for peers in (moves.holders, moves.targets))
+        if busiest < CHUNK_BYTES // 2:  # what else is in a rank's segments is less than that
             return None
         pairs, inverse = np.unique(moves.holders.astype(np.int64) * size + moves.targets, return_inverse=True)
-        lengths = np.array([self._size(np.flatnonzero(inverse == p)) for p in range(len(pairs))])
+        order = inverse.argsort(kind="stable")
+        bounds = np.cumsum(np.bincount(inverse))[:-1]
+        lengths = np.array([self._size(index) for index in np.split(order, bounds)])
         holders, targets = np.divmod(pairs, size)
         if max(np.bincount(holders, lengths).max(), np.bincount(targets, lengths).max()) <= CHUNK_BYTES:
             return None
