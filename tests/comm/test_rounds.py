@@ -123,6 +123,20 @@ def test_a_failure_that_was_told_keeps_its_origin() -> None:
     assert (again.rank, again.error_type, str(again)) == (3, "OSError", str(first))
 
 
+def test_a_broken_connection_is_told_by_the_rank_that_saw_it() -> None:
+    broken = RemoteRankError(
+        "the connection to a rank of (0, 1) broke",
+        error_type="RuntimeError",
+        error_message="connection closed by peer",
+    )
+    told = remote_error(describe_error(broken, 2))
+    assert (told.rank, told.error_type) == (2, "RemoteRankError")
+    assert str(told) == (
+        "rank 2 failed: RemoteRankError: the connection to a rank of (0, 1) broke (every rank stops here; the "
+        "traceback is on rank 2)"
+    )
+
+
 @given(message=st.text(max_size=3000))
 def test_an_error_of_any_text_fits(message: str) -> None:
     text = describe_error(ValueError(message * 3), 0)

@@ -17,7 +17,7 @@ def describe_error(error: BaseException, rank: int) -> bytes:
     if isinstance(error, SampleError):
         sample, error = error.sample, error.__cause__ or error
     told = {"rank": rank, "type": type(error).__name__, "message": str(error), "sample": sample}
-    if isinstance(error, RemoteRankError) and error.error_type:
+    if isinstance(error, RemoteRankError) and error.error_type and error.rank >= 0:
         told = {
             "rank": error.rank,
             "type": error.error_type,
