@@ -80,7 +80,7 @@ class _Free:
         self.plain = problem.rows == 1 and len(problem.limits) == 1
         self.tokens = [int(problem.limits[0])] * problem.slots
         self.left = [[problem.limits.tolist() for _ in range(self.rows)] for _ in range(problem.slots)]
-        self.most = list(self.tokens)
+        self.most = [[int(limit)] * problem.slots for limit in problem.limits]
 
     def fullest(self, slot: int, need: list[int]) -> int:
         """The row of a slot with the fewest free tokens that can take a sample; -1 if none can."""
@@ -96,12 +96,12 @@ class _Free:
         """Put a sample into a row."""
         if self.plain:
             self.tokens[slot] -= need[0]
-            self.most[slot] = self.tokens[slot]
+            self.most[0][slot] = self.tokens[slot]
             return
         left = self.left[slot][row]
         for limit, weight in enumerate(need):
             left[limit] -= weight
-        self.most[slot] = max(line[0] for line in self.left[slot])
+            self.most[limit][slot] = max(line[limit] for line in self.left[slot])
 
 
 class _Anywhere:
@@ -117,23 +117,26 @@ class _Anywhere:
         self._free = free
         self._slots = [(-left, slot) for slot, left in enumerate(room)]
         heapify(self._slots)
-        self._waiting: list[tuple[int, int]] = []
+        self._waiting: list[list[tuple[int, int]]] = [[] for _ in free.most]
 
     def find(self, need: list[int]) -> tuple[int, int]:
         """The roomiest slot that can take a sample, and its row; -1 and -1 if none can."""
         slots, waiting, room, most = self._slots, self._waiting, self._room, self._free.most
-        while waiting and -waiting[0][0] >= need[0]:
-            slot = heappop(waiting)[1]
-            heappush(slots, (-room[slot], slot))
+        for weight, short in zip(need, waiting, strict=True):
+            while short and -short[0][0] >= weight:
+                slot = heappop(short)[1]
+                heappush(slots, (-room[slot], slot))
         unfit, found = [], (-1, -1)
         while slots:
             below, slot = slots[0]
             if -below != room[slot]:
                 heapreplace(slots, (-room[slot], slot))
-            elif most[slot] < need[0]:
-                heappop(slots)
-                heappush(waiting, (-most[slot], slot))
             else:
+                limit = next((k for k, weight in enumerate(need) if most[k][slot] < weight), -1)
+                if limit >= 0:
+                    heappop(slots)
+                    heappush(waiting[limit], (-most[limit][slot], slot))
+                    continue
                 row = self._free.fullest(slot, need)
                 if row >= 0:
                     found = (slot, row)
