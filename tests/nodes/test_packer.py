@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from evenstep import BatchInfo, LoaderConfig, StepSampler, build_loader
+from evenstep import BatchInfo, DataPlane, LoaderConfig, StepSampler, build_loader
 from evenstep.packing import collate_rows, collate_varlen, pack_text
+from evenstep.testing import SimulatedWorld
 
 DATASET = [{"input_ids": torch.arange(1, n + 1)} for n in (3, 5, 2, 4)]
 
@@ -65,3 +66,21 @@ def test_a_collate_that_was_told_how_to_pad_does_so() -> None:
     collate = partial(collate_varlen, pad_to_multiple_of=16, ignore_index=-7)
     for batch in batches(pack=partial(pack_text, ignore_index=-1), collate=collate):
         assert (batch["labels"] == -7).sum() == 16 - batch["info"].num_tokens
+
+
+@pytest.mark.parametrize("collate", [collate_rows, collate_varlen])
+def test_a_rank_without_samples_has_the_fields_that_were_declared(collate: Callable[..., Any]) -> None:
+    dataset = [{"input_ids": torch.arange(1, 9), "doc": torch.full((8,), k)} for k in range(15)]
+    pack = partial(pack_text, pad_values={"doc": -1})
+    config = LoaderConfig(seq_len=8, accumulation_steps="auto")
+
+    def run(plane: DataPlane) -> list[tuple[int, list[int], torch.dtype]]:
+        sampler = StepSampler(len(dataset), global_batch_size=5)
+        with build_loader(dataset, plane, config, sampler=sampler, pack=pack, collate=collate) as loader:
+            return [(b["info"].num_samples, b["doc"].unique().tolist(), b["doc"].dtype) for b in loader]
+
+    found = [batch for rank in SimulatedWorld(2).run(run) for batch in rank]
+    assert sorted(count for count, *_ in found) == [0] * 3 + [1] * 15
+    assert {dtype for *_, dtype in found} == {torch.int64}
+    assert all(docs == [-1] for count, docs, _ in found if not count)
+    assert sorted(docs[0] for count, docs, _ in found if count) == list(range(15))
