@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import tracemalloc
 from collections.abc import Callable
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenstep.plan import Plan
+from evenstep.plan import Plan, completion
 from evenstep.plan.completion import complete_rows
 
 CAP = 20
@@ -58,3 +59,17 @@ def test_the_search_ends_after_as_many_rows_as_it_may_try() -> None:
     tokens = _planted(0, 8, 2, 100)
     assert complete_rows(tokens, 100, 8) is not None
     assert complete_rows(tokens, 100, 8, nodes=7) is None
+
+
+def test_the_search_ends_before_it_holds_more_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = 1_000_000
+    monkeypatch.setattr(completion, "_WORDS", words)
+    tokens = np.random.default_rng(0).integers(1, 32, 2000)
+    rows = -(-int(tokens.sum()) // 64)
+    tracemalloc.start()
+    try:
+        assert complete_rows(tokens, 64, rows) is None
+        held = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert words < held < 8 * words  # 8 bytes each

@@ -9,7 +9,8 @@ import numpy.typing as npt
 
 __all__ = ["complete_rows"]
 
-_WORDS = 100_000_000  # machine words that subset sums may shift, a second at most
+_WORDS = 50_000_000  # machine words that rows under way may hold and shift: about a second, and 400 MB
+_WORDS_EACH = 8  # of a sample in a row's lists, beside its subset sums
 _NODES = 20_000  # rows that are tried
 
 
@@ -53,7 +54,9 @@ def _search(sizes: list[int], cap: int, rows: int, waste: int, nodes: int) -> li
     chosen: list[list[int]] = []
     while left:
         assert len(stack) < rows, "completed rows leave no more than may stay free"
-        words -= len(left) * (cap // 64 + 1)
+        words -= len(left) * (_WORDS_EACH + cap // 64)
+        if words < 0:
+            return None
         inside = [sizes[place] for place in left]
         stack.append((left, waste, _completions(inside, cap, waste)))
         while stack:
@@ -66,7 +69,7 @@ def _search(sizes: list[int], cap: int, rows: int, waste: int, nodes: int) -> li
         else:
             return None
         nodes -= 1
-        if nodes < 0 or words < 0:
+        if nodes < 0:
             return None
         taken = set(members)
         chosen.append([left[at] for at in members])
