@@ -217,6 +217,12 @@ class Changing:
             "Changing does not yield dataset indices ('float' object cannot be interpreted as an integer): expected "
             "integers; a batch sampler goes through RankLocalBatchSampler",
         ),
+        (
+            Changing([0, 2**63]),
+            ValueError,
+            "Changing gave an index in epoch 0 that does not fit into 64 bits: no dataset has such a sample. Give it "
+            "indices in [0, 2**63)",
+        ),
         (Changing([]), ValueError, "Changing is empty in epoch 0: a sampler needs at least one sample"),
     ],
 )

@@ -46,7 +46,7 @@ class TorchSamplerAdapter(StepSampler):
 
     Raises:
         TypeError: The sampler yields something else than integers.
-        ValueError: The sampler is empty, sees only one replica's part, or gives an index < 0.
+        ValueError: The sampler is empty, sees only one replica's part, or gives an index < 0 or >= 2**63.
     """
 
     def __init__(
@@ -148,6 +148,11 @@ class _TorchOrder:
             raise TypeError(
                 f"{self.name} does not yield dataset indices ({error}): expected integers; a batch sampler goes "
                 "through RankLocalBatchSampler"
+            ) from error
+        except OverflowError as error:
+            raise ValueError(
+                f"{self.name} gave an index in epoch {epoch} that does not fit into 64 bits: no dataset has such a sample. "
+                "Give it indices in [0, 2**63)"
             ) from error
         if not len(order):
             raise ValueError(f"{self.name} is empty in epoch {epoch}: a sampler needs at least one sample")
