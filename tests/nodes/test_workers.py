@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -130,6 +132,12 @@ def test_closing_ends_the_workers_that_outlived_one_that_was_killed() -> None:
     fetcher.close()
     assert set(multiprocessing.active_children()) <= others
     assert caught.tb is not None  # whoever keeps the error keeps no worker
+
+
+def test_what_workers_load_first_is_there_before_any_thread_that_could_be_loading_it() -> None:
+    script = "import sys, evenstep.nodes; print(sorted({'numpy.ma', 'numpy.random'} - set(sys.modules)))"
+    told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert told.stdout == "[]\n"
 
 
 def _parent(told: Connection) -> None:

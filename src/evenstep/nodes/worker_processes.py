@@ -13,6 +13,10 @@ from multiprocessing.context import BaseContext
 from queue import Empty, SimpleQueue
 from typing import Any, TypeAlias
 
+# NumPy loads these when they are first used. A worker that is forked while another thread loads one would wait for that
+# thread for ever, and torch's workers use numpy.random before anything else.
+import numpy.ma
+import numpy.random  # noqa: F401
 import torch
 from torch.utils.data import DataLoader
 
