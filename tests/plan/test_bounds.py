@@ -66,6 +66,21 @@ def test_bound_of_named_windows(tokens: list[int], ranks: int, micro_batches: in
     assert bound == pytest.approx(expected, rel=1e-9)
 
 
+def test_giants_raise_the_bound_of_windows_of_many_samples() -> None:
+    tokens = np.full(8193, 10)
+    tokens[:3] = 60
+    bound = lower_bound(
+        tokens,
+        tokens.astype(float) ** 2,
+        dp_size=64,
+        micro_batches=16,
+        rows=1,
+        constraints=PackingConstraints(CAP),
+    )
+    # The giants share a micro-batch, whose 61 other rows hold 610 samples; 7580 are left for the 64 ranks.
+    assert bound == pytest.approx(60**2 + -(-7580 // 64) * 10**2, rel=1e-9)
+
+
 def test_crowded_rows_raise_the_bound() -> None:
     # Two rows of 100 tokens for 60 + 130 tokens: the giant's row must hold at least 30 more.
     tokens = [60] + [10] * 13
