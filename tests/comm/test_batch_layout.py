@@ -17,11 +17,11 @@ def kinds(*devices: str) -> list[TensorKind]:
 
 
 def test_tensors_travel_by_device_small_ones_together_and_large_ones_alone() -> None:
-    layout = Layout(kinds("npu", "cpu", "npu", "cpu", "npu"), [[3], [9], [1 << 18], [0], [5]])
+    layout = Layout(kinds("npu", "cpu", "npu", "cpu", "npu"), [[3], [9], [1 << 20], [0], [5]])
     assert [group.device_type for group in layout.groups] == ["cpu", "npu"]
     assert layout.host.packs == [Pack([(1, 0, 72)], 128)]
     assert layout.groups[1].packs == [Pack([(0, 0, 24), (4, 64, 40)], 128)]
-    assert layout.groups[1].direct == [(2, 1 << 21)]
+    assert layout.groups[1].direct == [(2, 1 << 23)]
 
 
 @given(st.lists(st.tuples(st.sampled_from(["cpu", "npu"]), st.integers(0, 2 * DIRECT_BYTES)), max_size=30))
@@ -61,7 +61,10 @@ def test_twelve_tensors_just_too_small_to_travel_alone_make_three_packs_of_four(
     assert layout.host.direct == []
 
 
-def test_twelve_tensors_of_16_mib_in_all_travel_alone() -> None:
+def test_twelve_tensors_share_one_buffer_up_to_16_mib_and_travel_alone_from_48_mib_on() -> None:
     layout = Layout(kinds(*["cpu"] * 12), [[16384 * KIB // 12 // 8]] * 12)
+    assert [len(pack.leaves) for pack in layout.host.packs] == [12]
+    assert layout.host.direct == []
+    layout = Layout(kinds(*["cpu"] * 12), [[49152 * KIB // 12 // 8]] * 12)
     assert layout.host.packs == []
     assert [leaf for leaf, _ in layout.host.direct] == list(range(12))

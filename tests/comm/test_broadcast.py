@@ -95,16 +95,16 @@ def test_received_tensors_are_writable_and_survive_the_next_batches(conversation
 
 def test_large_tensors_travel_alone_and_small_ones_together(conversation: Any) -> None:
     batch = {
-        "large": torch.arange(1 << 18),
-        "strided": torch.arange(1 << 19).view(-1, 2)[:, 0],
+        "large": torch.arange(1 << 20),
+        "strided": torch.arange(1 << 21).view(-1, 2)[:, 0],
         **{str(i): torch.full((100,), i) for i in range(12)},
     }
     heard, sizes = conversation.talk(conversation.send_all(batch, batch, batch), 3)
     for message in heard:
         assert isinstance(message, Message)
         assert_same(batch, message.batch)
-    first = [2048, 12 * 832, 1 << 21, 1 << 21]
-    assert sizes == [*first, 12288, 1 << 21, 1 << 21, 10240, 1 << 21, 1 << 21]
+    first = [2048, 12 * 832, 1 << 23, 1 << 23]
+    assert sizes == [*first, 12288, 1 << 23, 1 << 23, 10240, 1 << 23, 1 << 23]
 
 
 def test_a_message_that_does_not_fit_makes_room_for_the_next_for_a_while(conversation: Any) -> None:
