@@ -166,8 +166,11 @@ def as_text(r: dict[str, Any]) -> str:
         )
         scores = " ".join(_score(row["imbalance"][name]) for name in ALGORITHMS)
         lines.append(f"{row['dp_size']:7,} {row['samples']:10,}  {seconds}  {scores} {_score(row['bound'])}")
+    if any(row["extrapolated"] for row in r["planning"]):
+        lines.append(
+            "  ~ would take too long to wait for: extrapolated by the samples to the power 1.2, no layout"
+        )
     lines += [
-        "  ~ would take too long to wait for: extrapolated by the samples to the power 1.2, no layout",
         "",
         "Balance over all ranks and inside groups, for each rank and step",
         "                          processor seconds        counted from real plans              alpha-beta model",
