@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Generic, TypeVar
@@ -12,15 +11,13 @@ import torchdata.nodes as tn
 
 from evenstep.cursor import Cursor, find_cursor, next_epoch_state
 from evenstep.nodes.balance import Balance
+from evenstep.nodes.balance_teller import BalanceTeller
 from evenstep.nodes.external_step_reader import ExternalStepReader
-from evenstep.nodes.planner import Planner
 from evenstep.nodes.source_position import has_ended, mark_ended
 from evenstep.nodes.stage import Stage, call, met_again, upstream
 from evenstep.nodes.stock import bare, changes_count, wrapped_like
 
 __all__ = ["Loader"]
-
-log: logging.Logger = logging.getLogger("evenstep")
 
 T = TypeVar("T")
 
@@ -50,9 +47,7 @@ class Loader(tn.Loader[T], Generic[T]):
         log_balance: bool = False,
     ) -> None:
         super().__init__(root, restart_on_stop_iteration)
-        self._on_balance = on_balance
-        self._log_balance = log_balance
-        self._told: Balance | None = None
+        self._teller = BalanceTeller(root, on_balance, log_balance)
         # Resets that the root has not seen yet. Each is passed on, in order, when an item is asked for: ranks
         # count resets to tell their streams apart, also a rank that skipped one without asking for an item.
         self._resets: list[dict[str, Any] | None] = [None]
@@ -62,9 +57,6 @@ class Loader(tn.Loader[T], Generic[T]):
         self._finished = False
         self._closed = False
         self._error: Exception | None = None
-        planner = self._planner()
-        if planner is not None:
-            planner.followed = log_balance or on_balance is not None
 
     def __iter__(self) -> Iterator[T]:
         """This loader, at the next epoch if the last one has been finished.
@@ -99,38 +91,19 @@ class Loader(tn.Loader[T], Generic[T]):
                 before = bare(self.root.state_dict())
             item: T = next(self.root)
             self._loaded = None
-            if self._log_balance or self._on_balance is not None:
-                call("on_balance", self._tell_balance)
+            if self._teller.is_asked:
+                call("on_balance", self._teller.tell)
         except StopIteration:
             self._finished = True
             self._loaded = None
             raise
         except BaseException as error:
-            self._error = met_again(
-                error
-            )  # also of a stock or foreign root, which would go on behind the failure
+            # Also of a stock or foreign root, which would go on behind the failure.
+            self._error = met_again(error)
             self._loaded = before
             raise
         self._handed_out = True
         return item
-
-    def _tell_balance(self) -> None:
-        """Once a window, where it was planned: also when it was planned long before."""
-        planner = self._planner()
-        balance = self.last_balance
-        if planner is None or not planner.plane.is_planner or balance is None or balance is self._told:
-            return
-        self._told = balance
-        if self._log_balance:
-            told = balance.to_dict()
-            log.info(
-                "balance: %s", " ".join(f"{k}={_short(v)}" for k, v in told.items()), extra={"balance": told}
-            )
-        if self._on_balance is not None:
-            self._on_balance(balance)
-
-    def _planner(self) -> Planner | None:
-        return next((node for node in upstream(self.root) if isinstance(node, Planner)), None)
 
     def __len__(self) -> int:
         """Batches of a full epoch: of the one under way, or after an end of the next one.
@@ -230,10 +203,9 @@ class Loader(tn.Loader[T], Generic[T]):
     @property
     def last_balance(self) -> Balance | None:
         """Balance of the window that the last batch belongs to; None on ranks that did not plan it."""
-        planner = self._planner()
-        if planner is None or self._loaded is not None or not self._begun:
+        if self._loaded is not None or not self._begun:
             return None
-        return planner.balance_before(find_cursor(self.root.state_dict()))
+        return self._teller.last()
 
     @property
     def last_host_batch(self) -> Any:
@@ -330,7 +302,3 @@ def _without_source(state: Mapping[str, Any]) -> dict[str, Any]:
 def _is_foreign(state: Mapping[str, Any]) -> bool:
     """Whether ``state`` is a position under the names of another loader."""
     return "consumed_samples" not in state
-
-
-def _short(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
