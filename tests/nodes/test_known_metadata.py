@@ -1,136 +1,22 @@
-"""The METADATA graph: any form of lengths, no word between ranks but one header a window, faults by name."""
+"""The METADATA graph: no word between ranks but one header a window, and the same batches as the online graph."""
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from evenstep import (
     DataPlane,
     LoaderConfig,
-    MetadataTable,
-    RemoteRankError,
-    SampleError,
-    SampleMetadata,
     StepSampler,
     build_loader,
 )
 from evenstep.comm.simulated import SimulatedCommunicator
-from evenstep.nodes.known import known_metadata
 from evenstep.testing import SimulatedWorld, assert_same
 
 CONFIG = LoaderConfig(seq_len=512, balance_window=1)
-
-
-def forms(lengths: list[int], folder: Path) -> dict[str, Any]:
-    path = folder / "lengths.npy"
-    np.save(path, np.array(lengths, dtype=np.int32))
-    records = [SampleMetadata(n) for n in lengths]
-    return {
-        "list": lengths,
-        "int32": np.array(lengths, dtype=np.int32),
-        "uint16": np.array(lengths, dtype=np.uint16),
-        "tensor": torch.tensor(lengths),
-        "path": path,
-        "text path": str(path),
-        "memory map": np.load(path, mmap_mode="r"),
-        "columns": {"tokens": lengths, "patches": [1.5] * len(lengths)},
-        "documents": {
-            "tokens": lengths,
-            "documents": lengths,
-            "document_offsets": np.arange(len(lengths) + 1),
-        },
-        "records": records,
-        "table": MetadataTable.from_samples(records),
-    }
-
-
-def test_every_form_gives_the_same_rows(tmp_path: Path) -> None:
-    lengths = [3, 0, 7, 5, 9]
-    index = np.array([4, 1, 1, 2])
-    for name, form in forms(lengths, tmp_path).items():
-        taken = known_metadata(form, 5).take(index)
-        assert taken.tokens.tolist() == [9, 0, 0, 7], name
-        assert taken.tokens.dtype == np.int64
-        assert taken.documents.tolist() == [9, 0, 0, 7], name
-        assert taken.loss_tokens.tolist() == [-1] * 4, name
-        assert taken.features.keys() <= {"patches"}
-
-
-def test_columns_take_documents_and_losses_along() -> None:
-    known = known_metadata(
-        {
-            "tokens": [5, 4],
-            "loss_tokens": [3, 2],
-            "documents": [2, 3, 4],
-            "document_offsets": [0, 2, 3],
-            "patches": [1, 2],
-        },
-        0,
-    )
-    taken = known.take(np.array([1, 0]))
-    assert taken.documents.tolist() == [4, 2, 3]
-    assert taken.document_offsets.tolist() == [0, 1, 3]
-    assert taken.loss_tokens.tolist() == [2, 3]
-    assert taken.features["patches"].tolist() == [2.0, 1.0]
-
-
-@pytest.mark.parametrize(
-    ("metadata", "message"),
-    [
-        (
-            [[1, 2]],
-            "metadata column 'tokens' has shape (1, 2) and dtype int64, expected one integer per sample",
-        ),
-        ([1.5], "metadata column 'tokens' has shape (1,) and dtype float64, expected one integer per sample"),
-        ({"length": [1]}, "metadata has the columns ['length'], expected one named 'tokens'"),
-        (
-            {"tokens": [1], "documents": [1]},
-            "metadata needs both 'documents' and 'document_offsets', or neither",
-        ),
-        ({"tokens": [1], "patches": [1, 2]}, "metadata column 'patches' has 2 entries, expected 1"),
-        (
-            [1, 2, 3],
-            "metadata has 3 samples, the sampler was made for 1: rows would be planned with the lengths of other "
-            "samples. Compute the metadata from the dataset as it is now.",
-        ),
-    ],
-)
-def test_odd_metadata_is_refused(metadata: Any, message: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=f"^{re.escape(message)}$"):
-        known_metadata(metadata, 1)
-
-
-def test_a_budget_needs_its_column() -> None:
-    message = (
-        "metadata has no column 'patches', which has a budget: rows would be planned as if it were 0 in every sample. "
-        "Pass it as a column, metadata={'tokens': ..., 'patches': ...}."
-    )
-    for metadata in ([1, 2], {"tokens": [1, 2]}, MetadataTable.from_tokens([1, 2])):
-        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-            known_metadata(metadata, 2, ["patches"])
-    records = [SampleMetadata(1), SampleMetadata(2, {"patches": 3.0})]
-    good: list[Any] = [records, {"tokens": [1, 2], "patches": [0, 3]}, MetadataTable.from_samples(records)]
-    for metadata in good:
-        assert known_metadata(metadata, 2, ["patches"]).take(np.array([1])).features["patches"].tolist() == [
-            3.0
-        ]
-
-
-def test_a_budget_that_binds_nothing_is_said_once(corpus: Any, caplog: pytest.LogCaptureFixture) -> None:
-    config = LoaderConfig(seq_len=512, budgets={"pathces": 4.0})
-    with build_loader(corpus, None, config, sampler=StepSampler(96, global_batch_size=8)) as loader:
-        for _ in range(20):
-            next(loader)
-    assert [record.getMessage() for record in caplog.records if "budget" in record.getMessage()] == [
-        "no sample of a window has the feature 'pathces', which has a budget: it binds nothing there. Return it from "
-        "metadata_fn, in SampleMetadata(tokens, features={'pathces': ...})."
-    ]
 
 
 def test_a_rank_that_builds_batches_needs_the_dataset() -> None:
@@ -166,74 +52,6 @@ def test_budgets_hold_in_rows_planned_ahead() -> None:
     rows = [row for part in SimulatedWorld(2).run(rank) for row in part]
     assert sorted(index for row in rows for index in row) == list(range(16))
     assert all(sum(index for index in row if index < 10) <= 10 for row in rows)
-
-
-def test_a_negative_length_is_named_when_its_step_is_planned() -> None:
-    known = known_metadata([3, 4, -2], 3)
-    assert len(known.take(np.array([0, 1]))) == 2
-    with pytest.raises(ValueError, match=re.escape("metadata gives sample 2 a length of -2 tokens")):
-        known.take(np.array([1, 2]))
-
-
-@pytest.mark.parametrize(
-    ("metadata", "message"),
-    [
-        (MetadataTable.from_tokens([3, 4, -2]), "metadata gives sample 2 a length of -2 tokens"),
-        (
-            {"tokens": [3, 4, 2], "documents": [3, 2, 1, 2], "document_offsets": [0, 1, 3, 4]},
-            "metadata gives sample 1 documents of 3 tokens together, but a length of 4 tokens",
-        ),
-        (
-            [SampleMetadata(3), SampleMetadata(4, documents=[4, 1]), SampleMetadata(2)],
-            "metadata gives sample 1 documents of 5 tokens together, but a length of 4 tokens",
-        ),
-        (
-            {"tokens": [3, 4, 2], "documents": [3, 4, 2], "document_offsets": [0, 2, 1, 3]},
-            "metadata has document_offsets that fall at sample 1: its documents have no place",
-        ),
-        (
-            {"tokens": [3, 4, 2], "loss_tokens": [2, 9, -1]},
-            "metadata gives sample 1 9 loss tokens, but a length of 4 tokens",
-        ),
-    ],
-)
-def test_what_cannot_be_is_named_when_its_step_is_planned(metadata: Any, message: str) -> None:
-    dataset = [{"input_ids": torch.arange(n)} for n in (3, 4, 2)]
-    sampler = StepSampler(3, global_batch_size=3, order="sequential")
-    with (
-        build_loader(dataset, None, LoaderConfig(seq_len=8), sampler=sampler, metadata=metadata) as loader,
-        pytest.raises((ValueError, RemoteRankError), match=re.escape(message)),
-    ):
-        next(loader)
-
-
-def test_only_the_rows_of_a_step_are_looked_at() -> None:
-    class Column(np.ndarray[Any, np.dtype[np.int64]]):
-        taken = 0
-
-        def __getitem__(self, key: Any) -> Any:
-            Column.taken += np.size(key)
-            return super().__getitem__(key)
-
-        def __array_finalize__(self, obj: Any) -> None:
-            pass
-
-    lengths = np.full(10**6, 300).view(Column)
-    sampler = StepSampler(10**6, global_batch_size=8)
-
-    class Dataset:
-        def __len__(self) -> int:
-            return 10**6
-
-        def __getitem__(self, index: int) -> dict[str, Any]:
-            return {"input_ids": torch.full((300,), index)}
-
-    loader = build_loader(
-        Dataset(), None, LoaderConfig(seq_len=512, host_prefetch=0), sampler=sampler, metadata=lengths
-    )
-    for _ in range(8):
-        next(loader)
-    assert Column.taken == 8
 
 
 def count(world: SimulatedWorld, corpus: Any, config: LoaderConfig, *, known: bool) -> tuple[int, int]:
@@ -278,135 +96,6 @@ def test_each_rank_reads_only_what_it_trains_on(corpus: Any) -> None:
     everything = [index for read, _ in results for index in read]
     assert sorted(everything) == list(range(len(corpus)))
     assert [len(read) for read, _ in results] == [samples for _, samples in results]
-
-
-def test_wrong_metadata_names_the_sample_on_every_rank(corpus: Any) -> None:
-    lengths = list(corpus.lengths)
-    lengths[17] += 1
-
-    def rank(plane: DataPlane) -> None:
-        sampler = StepSampler(len(corpus), global_batch_size=8, order="sequential")
-        for _ in build_loader(corpus, plane, CONFIG, sampler=sampler, metadata=lengths):
-            pass
-
-    outcomes = SimulatedWorld(2).outcomes(rank)
-    reasons = {type(outcome): outcome for outcome in outcomes}
-    assert set(reasons) == {SampleError, RemoteRankError}
-    told = (
-        f"sample 17 has {corpus.lengths[17]} tokens, its metadata says {lengths[17]}: the rows were planned for another "
-        "length. Compute the metadata from the dataset as it is now."
-    )
-    assert str(reasons[SampleError]) == told
-    assert reasons[SampleError].sample == 17
-    assert reasons[RemoteRankError].error_message == told
-    assert reasons[RemoteRankError].sample == 17
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("wrong", [17, 95], ids=["in the middle", "in the last window"])
-def test_the_next_header_tells_what_could_not_be_read(corpus: Any, wrong: int, workers: int) -> None:
-    lengths = list(corpus.lengths)
-    lengths[wrong] -= 1
-
-    def rank(plane: DataPlane) -> tuple[int, str]:
-        config = LoaderConfig(seq_len=512, num_workers=workers, host_prefetch=0)
-        sampler = StepSampler(len(corpus), global_batch_size=8, order="sequential")
-        batches = 0
-        with build_loader(corpus, plane, config, sampler=sampler, metadata=lengths) as loader:
-            try:
-                for _ in loader:
-                    batches += 1
-            except (SampleError, RemoteRankError) as error:
-                return batches, type(error).__name__
-        return batches, "none"
-
-    found = {error: batches for batches, error in SimulatedWorld(2).run(rank)}
-    assert set(found) == {"SampleError", "RemoteRankError"}
-    assert found["RemoteRankError"] == 4 * (wrong // 8 + 1)  # the whole window, and nothing of the next
-    assert found["RemoteRankError"] - 4 <= found["SampleError"] < found["RemoteRankError"]
-
-
-def test_ranks_that_plan_differently_are_told_at_the_next_window(corpus: Any) -> None:
-    def rank(plane: DataPlane) -> None:
-        lengths = np.array(corpus.lengths)
-        if plane.topology.rank == 1:
-            lengths = np.roll(lengths, 1)
-        sampler = StepSampler(len(corpus), global_batch_size=8, order="sequential")
-
-        class Silent:
-            def __len__(self) -> int:
-                return len(corpus)
-
-            def __getitem__(self, index: int) -> Any:
-                return bytes(3)
-
-        loader = build_loader(
-            Silent(),
-            plane,
-            LoaderConfig(seq_len=512, host_prefetch=0),
-            sampler=sampler,
-            metadata=lengths,
-            pack=lambda samples, _: samples,
-            collate=lambda rows: rows,
-        )
-        for _ in loader:
-            pass
-
-    for outcome in SimulatedWorld(2).outcomes(rank):
-        assert type(outcome).__name__ == "ConfigMismatch"
-        assert str(outcome).startswith("rank 1 planned the last window differently from rank 0 (digests 0x")
-
-
-def test_a_sample_that_cannot_be_read_is_skipped_and_the_others_stay(
-    corpus: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Damaged:
-        def __init__(self, damaged: set[int]) -> None:
-            self.damaged = damaged
-
-        def __len__(self) -> int:
-            return len(corpus)
-
-        def __getitem__(self, index: int) -> Any:
-            if index in self.damaged:
-                raise OSError("no such block")
-            return corpus[index]
-
-    def rank(plane: DataPlane, damaged: set[int], known: bool) -> list[Any]:
-        config = LoaderConfig(seq_len=512, on_sample_error="skip")
-        sampler = StepSampler(len(corpus), global_batch_size=8, seed=1)
-        metadata = corpus.lengths if known else None
-        loader = build_loader(Damaged(damaged), plane, config, sampler=sampler, metadata=metadata)
-        return [
-            (
-                b["info"].step,
-                b["info"].num_samples,
-                b["info"].num_tokens,
-                b["input_ids"][b["labels"] != -100].tolist(),
-            )
-            for b in loader
-        ]
-
-    world = SimulatedWorld(2)
-    for known in (True, False):
-        whole, less = world.run(rank, set(), known), world.run(rank, {5, 6}, known)
-        lost: dict[int, int] = {}
-        for step, samples, *_ in [b for r in whole for b in r]:
-            lost[step] = lost.get(step, 0) + samples
-        for step, samples, *_ in [b for r in less for b in r]:
-            lost[step] -= samples
-        assert sum(lost.values()) == 2
-        left = sum(tokens for r in less for _, _, tokens, _ in r)
-        assert left == sum(corpus.lengths) - corpus.lengths[5] - corpus.lengths[6]
-        if known:
-            # Planned before anything was read: every other row is the same.
-            same = sum(a == b for r, q in zip(whole, less, strict=True) for a, b in zip(r, q, strict=True))
-            assert same >= sum(map(len, whole)) - 2
-    messages = {record.getMessage() for record in caplog.records if "is skipped" in record.getMessage()}
-    assert {message.split(": ", 1)[1] for message in messages} == {
-        f"evenstep: sample {k} is skipped: OSError: no such block" for k in (5, 6)
-    }
-    assert {message.split(": ", 1)[0] for message in messages} <= {f"rank {rank}" for rank in range(4)}
 
 
 def test_truncated_samples_are_planned_and_read_as_cut(corpus: Any) -> None:

@@ -1,0 +1,149 @@
+"""What is told when samples are not what their metadata says, or cannot be read at all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from evenstep import (
+    DataPlane,
+    LoaderConfig,
+    RemoteRankError,
+    SampleError,
+    StepSampler,
+    build_loader,
+)
+from evenstep.testing import SimulatedWorld
+
+CONFIG = LoaderConfig(seq_len=512, balance_window=1)
+
+
+def test_wrong_metadata_names_the_sample_on_every_rank(corpus: Any) -> None:
+    lengths = list(corpus.lengths)
+    lengths[17] += 1
+
+    def rank(plane: DataPlane) -> None:
+        sampler = StepSampler(len(corpus), global_batch_size=8, order="sequential")
+        for _ in build_loader(corpus, plane, CONFIG, sampler=sampler, metadata=lengths):
+            pass
+
+    outcomes = SimulatedWorld(2).outcomes(rank)
+    reasons = {type(outcome): outcome for outcome in outcomes}
+    assert set(reasons) == {SampleError, RemoteRankError}
+    told = (
+        f"sample 17 has {corpus.lengths[17]} tokens, its metadata says {lengths[17]}: the rows were planned for another "
+        "length. Compute the metadata from the dataset as it is now."
+    )
+    assert str(reasons[SampleError]) == told
+    assert reasons[SampleError].sample == 17
+    assert reasons[RemoteRankError].error_message == told
+    assert reasons[RemoteRankError].sample == 17
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("wrong", [17, 95], ids=["in the middle", "in the last window"])
+def test_the_next_header_tells_what_could_not_be_read(corpus: Any, wrong: int, workers: int) -> None:
+    lengths = list(corpus.lengths)
+    lengths[wrong] -= 1
+
+    def rank(plane: DataPlane) -> tuple[int, str]:
+        config = LoaderConfig(seq_len=512, num_workers=workers, host_prefetch=0)
+        sampler = StepSampler(len(corpus), global_batch_size=8, order="sequential")
+        batches = 0
+        with build_loader(corpus, plane, config, sampler=sampler, metadata=lengths) as loader:
+            try:
+                for _ in loader:
+                    batches += 1
+            except (SampleError, RemoteRankError) as error:
+                return batches, type(error).__name__
+        return batches, "none"
+
+    found = {error: batches for batches, error in SimulatedWorld(2).run(rank)}
+    assert set(found) == {"SampleError", "RemoteRankError"}
+    assert found["RemoteRankError"] == 4 * (wrong // 8 + 1)  # the whole window, and nothing of the next
+    assert found["RemoteRankError"] - 4 <= found["SampleError"] < found["RemoteRankError"]
+
+
+def test_ranks_that_plan_differently_are_told_at_the_next_window(corpus: Any) -> None:
+    def rank(plane: DataPlane) -> None:
+        lengths = np.array(corpus.lengths)
+        if plane.topology.rank == 1:
+            lengths = np.roll(lengths, 1)
+        sampler = StepSampler(len(corpus), global_batch_size=8, order="sequential")
+
+        class Silent:
+            def __len__(self) -> int:
+                return len(corpus)
+
+            def __getitem__(self, index: int) -> Any:
+                return bytes(3)
+
+        loader = build_loader(
+            Silent(),
+            plane,
+            LoaderConfig(seq_len=512, host_prefetch=0),
+            sampler=sampler,
+            metadata=lengths,
+            pack=lambda samples, _: samples,
+            collate=lambda rows: rows,
+        )
+        for _ in loader:
+            pass
+
+    for outcome in SimulatedWorld(2).outcomes(rank):
+        assert type(outcome).__name__ == "ConfigMismatch"
+        assert str(outcome).startswith("rank 1 planned the last window differently from rank 0 (digests 0x")
+
+
+def test_a_sample_that_cannot_be_read_is_skipped_and_the_others_stay(
+    corpus: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Damaged:
+        def __init__(self, damaged: set[int]) -> None:
+            self.damaged = damaged
+
+        def __len__(self) -> int:
+            return len(corpus)
+
+        def __getitem__(self, index: int) -> Any:
+            if index in self.damaged:
+                raise OSError("no such block")
+            return corpus[index]
+
+    def rank(plane: DataPlane, damaged: set[int], known: bool) -> list[Any]:
+        config = LoaderConfig(seq_len=512, on_sample_error="skip")
+        sampler = StepSampler(len(corpus), global_batch_size=8, seed=1)
+        metadata = corpus.lengths if known else None
+        loader = build_loader(Damaged(damaged), plane, config, sampler=sampler, metadata=metadata)
+        return [
+            (
+                b["info"].step,
+                b["info"].num_samples,
+                b["info"].num_tokens,
+                b["input_ids"][b["labels"] != -100].tolist(),
+            )
+            for b in loader
+        ]
+
+    world = SimulatedWorld(2)
+    for known in (True, False):
+        whole, less = world.run(rank, set(), known), world.run(rank, {5, 6}, known)
+        lost: dict[int, int] = {}
+        for step, samples, *_ in [b for r in whole for b in r]:
+            lost[step] = lost.get(step, 0) + samples
+        for step, samples, *_ in [b for r in less for b in r]:
+            lost[step] -= samples
+        assert sum(lost.values()) == 2
+        left = sum(tokens for r in less for _, _, tokens, _ in r)
+        assert left == sum(corpus.lengths) - corpus.lengths[5] - corpus.lengths[6]
+        if known:
+            # Planned before anything was read: every other row is the same.
+            same = sum(a == b for r, q in zip(whole, less, strict=True) for a, b in zip(r, q, strict=True))
+            assert same >= sum(map(len, whole)) - 2
+    messages = {record.getMessage() for record in caplog.records if "is skipped" in record.getMessage()}
+    assert {message.split(": ", 1)[1] for message in messages} == {
+        f"evenstep: sample {k} is skipped: OSError: no such block" for k in (5, 6)
+    }
+    assert {message.split(": ", 1)[0] for message in messages} <= {f"rank {rank}" for rank in range(4)}
