@@ -13,14 +13,7 @@ import torch
 import torchdata.nodes as tn
 from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
-from evenstep import (
-    DataPlane,
-    LoaderConfig,
-    RemoteRankError,
-    StepSampler,
-    TokenBudgetSampler,
-    build_loader,
-)
+from evenstep import DataPlane, LoaderConfig, RemoteRankError, StepSampler, TokenBudgetSampler, build_loader
 from evenstep.nodes import HostPrefetch, MetadataGather, Packer, PayloadAllToAll, Planner, SamplerReader
 from evenstep.packing import collate_rows, pack_text
 from evenstep.sampling import TorchSamplerAdapter

@@ -7,14 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from evenstep import (
-    DataPlane,
-    LoaderConfig,
-    RemoteRankError,
-    SampleError,
-    StepSampler,
-    build_loader,
-)
+from evenstep import DataPlane, LoaderConfig, RemoteRankError, SampleError, StepSampler, build_loader
 from evenstep.testing import SimulatedWorld
 
 CONFIG = LoaderConfig(seq_len=512, balance_window=1)

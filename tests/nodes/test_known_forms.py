@@ -10,14 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from evenstep import (
-    LoaderConfig,
-    MetadataTable,
-    RemoteRankError,
-    SampleMetadata,
-    StepSampler,
-    build_loader,
-)
+from evenstep import LoaderConfig, MetadataTable, RemoteRankError, SampleMetadata, StepSampler, build_loader
 from evenstep.nodes.known import known_metadata
 
 

@@ -7,12 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from evenstep import (
-    DataPlane,
-    LoaderConfig,
-    StepSampler,
-    build_loader,
-)
+from evenstep import DataPlane, LoaderConfig, StepSampler, build_loader
 from evenstep.comm.simulated import SimulatedCommunicator
 from evenstep.testing import SimulatedWorld, assert_same
 

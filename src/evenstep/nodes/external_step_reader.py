@@ -19,7 +19,7 @@ from evenstep.nodes.fetch import Fetcher
 from evenstep.nodes.items import Place, Window
 from evenstep.nodes.layout import Layout
 from evenstep.nodes.local_streams import LocalRows, PaddingRow, local_stream
-from evenstep.nodes.read import make_fetcher
+from evenstep.nodes.read import SampleReader, make_fetcher
 from evenstep.nodes.source_position import SourcePosition, split_state
 from evenstep.nodes.window_reader import WindowReader
 from evenstep.packing import LossCounter, count_loss_tokens
@@ -93,18 +93,16 @@ class ExternalStepReader(WindowReader):
             )
         if isinstance(source, LocalStepSource) and fetcher is None:
             fetcher = make_fetcher(dataset, config, plane)
-        super().__init__(
-            plane,
+        reader = SampleReader(
             config,
-            dataset,
+            plane,
             metadata_fn=metadata_fn,
             cost=cost,
             codec=codec,
             explode=explode,
             loss_tokens=loss_tokens,
-            fetcher=fetcher,
-            allow_changed_dataset=allow_changed_dataset,
         )
+        super().__init__(plane, config, dataset, reader, fetcher, allow_changed_dataset=allow_changed_dataset)
         self.external = source
         stream = local_stream(source, fetcher, config.micro_batch_size) if topology.is_constructor else None
         self._stream = stream

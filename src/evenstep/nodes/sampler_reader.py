@@ -19,7 +19,7 @@ from evenstep.nodes.fetch import Fetcher, Pending
 from evenstep.nodes.items import Place, Window
 from evenstep.nodes.known import KnownMetadata
 from evenstep.nodes.layout import Layout
-from evenstep.nodes.read import make_fetcher
+from evenstep.nodes.read import SampleReader, make_fetcher
 from evenstep.nodes.sample_seed import SeedKey
 from evenstep.nodes.spans import watch
 from evenstep.nodes.stage import call
@@ -88,18 +88,16 @@ class SamplerReader(WindowReader):
     ) -> None:
         if fetcher is None and metadata is None and plane.topology.is_reader:
             fetcher = make_fetcher(dataset, config, plane)
-        super().__init__(
-            plane,
+        reader = SampleReader(
             config,
-            dataset,
+            plane,
             metadata_fn=metadata_fn,
             cost=cost,
             codec=codec,
             explode=explode,
             loss_tokens=loss_tokens,
-            fetcher=fetcher,
-            allow_changed_dataset=allow_changed_dataset,
         )
+        super().__init__(plane, config, dataset, reader, fetcher, allow_changed_dataset=allow_changed_dataset)
         self.sampler = sampler
         self.layout: Layout = Layout.resolve(sampler.rows_per_step, config, plane.topology.dp_size)
         self._metadata = metadata

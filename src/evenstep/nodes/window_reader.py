@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 from torchdata.nodes import BaseNode
 
-from evenstep.comm.codec import Codec
 from evenstep.comm.plane import DataPlane
 from evenstep.config import LoaderConfig
-from evenstep.cost import CostModel
 from evenstep.nodes.fetch import Fetcher
 from evenstep.nodes.items import Counts, Place, Window
 from evenstep.nodes.read import SampleReader
 from evenstep.nodes.spans import Watched, in_span
 from evenstep.nodes.stage import call
 from evenstep.nodes.streams import pass_epoch_on
-from evenstep.packing import LossCounter
 
 __all__ = ["WindowReader"]
 
@@ -32,7 +30,7 @@ class WindowReader(BaseNode[Window], Watched):
         plane: The data plane.
         config: The loader's configuration.
         dataset: What indices belong to; None where nothing is read by index.
-        metadata_fn, cost, codec, explode, loss_tokens: As of `SampleReader`.
+        reader: Makes a window of what was read.
         fetcher: Reads ``dataset``; None where it is read later or elsewhere.
         allow_changed_dataset: Accept a state of another dataset, order or seed.
 
@@ -47,13 +45,9 @@ class WindowReader(BaseNode[Window], Watched):
         plane: DataPlane,
         config: LoaderConfig,
         dataset: Any,
-        *,
-        metadata_fn: Callable[[Any], Any] | None,
-        cost: CostModel | None,
-        codec: Codec | None,
-        explode: Callable[[Any], Iterable[Any]] | None,
-        loss_tokens: LossCounter | None,
+        reader: SampleReader,
         fetcher: Fetcher | None,
+        *,
         allow_changed_dataset: bool,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torchdata leaves it without annotations
@@ -61,15 +55,7 @@ class WindowReader(BaseNode[Window], Watched):
         self.dataset = dataset
         self.counts: Counts = Counts()
         self._config = config
-        self._reader = SampleReader(
-            config,
-            plane,
-            metadata_fn=metadata_fn,
-            cost=cost,
-            codec=codec,
-            explode=explode,
-            loss_tokens=loss_tokens,
-        )
+        self._reader = reader
         self._fetcher = fetcher
         self._allow_changed = allow_changed_dataset
         self._state: dict[str, Any] = {}
@@ -83,13 +69,13 @@ class WindowReader(BaseNode[Window], Watched):
         self.go_to(initial_state)
         self._fresh = False
 
+    @abstractmethod
     def go_to(self, state: dict[str, Any] | None) -> None:
         """Stand at ``state``; None: at the epoch after the last item handed out, or still at the beginning."""
-        raise NotImplementedError(type(self))
 
+    @abstractmethod
     def take(self) -> tuple[Place, Callable[[], Window]]:
         """The place of the next window, and what reads it; or StopIteration."""
-        raise NotImplementedError(type(self))
 
     @in_span
     def next(self) -> Window:
@@ -105,9 +91,9 @@ class WindowReader(BaseNode[Window], Watched):
         """The state after the last window handed out."""
         return dict(self._state)
 
+    @abstractmethod
     def targets(self) -> tuple[Any, ...]:
         """What hears of a new epoch, where it has ``set_epoch``."""
-        raise NotImplementedError(type(self))
 
     def set_epoch(self, epoch: int) -> None:
         """Pass a new epoch on to what the samples come from."""
