@@ -297,8 +297,8 @@ DIFFERENT = (
     "collectives would not fit together. Give every rank the same min_balance_gain."
 )
 TOO_LONG = (
-    "ValueError: it has 20 tokens, seq_len is 19: it fits no row. Raise seq_len, split it, or choose "
-    "oversized='truncate' or 'single'"
+    "ValueError: it has 20 tokens, seq_len is 19: it fits no row. Raise seq_len, split it "
+    "(evenstep.datasets.SplitDocuments), or choose oversized='truncate' or 'single'"
 )
 NO_METADATA = (
     "TypeError: metadata_fn returned 'long' (str), expected the number of tokens (int) or a SampleMetadata"

@@ -162,7 +162,7 @@ def test_rows_full_of_fractions_are_full_for_the_planner_too(budget: float, shar
 def test_oversized_samples_follow_the_policy() -> None:
     message = (
         "sample 1 since the stream was begun or loaded: ValueError: it has 12 tokens, seq_len is 10: it fits no row. "
-        "Raise seq_len, split it, or choose oversized='truncate' or 'single'"
+        "Raise seq_len, split it (evenstep.datasets.SplitDocuments), or choose oversized='truncate' or 'single'"
     )
     with pytest.raises(SampleError, match=f"^{re.escape(message)}$"):
         next(StepBuilder(Stream([3, 12]), SEQ_LEN, 2))

@@ -17,6 +17,7 @@ from evenstep.packing import (
     pack_text,
     pack_vision,
     padded_alike,
+    slice_sample,
     truncate_sample,
     with_oversized,
 )
@@ -40,6 +41,10 @@ def test_every_field_is_cut_alike() -> None:
     assert cut["labels"] == [1, 2, 3]
     assert cut["mrope"].tolist() == [[0, 1, 2], [4, 5, 6], [8, 9, 10]]
     assert (cut["index"], cut["name"]) == (5, "abcd")
+    middle = slice_sample(SAMPLE, 1, 3)
+    assert middle["input_ids"].tolist() == middle["labels"] == [2, 3]
+    assert middle["mrope"].tolist() == [[1, 2], [5, 6], [9, 10]]
+    assert (middle["index"], middle["name"]) == (5, "abcd")
     assert truncate_sample({"input_ids": [1, 2], "grid": [7, 8]}, 1, token_dims={"grid": None}) == {
         "input_ids": [1],
         "grid": [7, 8],

@@ -63,8 +63,8 @@ def test_budgets_are_copied_and_frozen() -> None:
 
 def test_an_oversized_sample_is_an_error_that_names_it() -> None:
     message = (
-        "sample 1 of the window has 11 tokens, more than seq_len=10: it fits into no row. Filter or split such samples, "
-        "raise seq_len, or set oversized='single' or 'truncate'"
+        "sample 1 of the window has 11 tokens, more than seq_len=10: it fits into no row. Filter or split such samples "
+        "(evenstep.datasets.SplitDocuments), raise seq_len, or set oversized='single' or 'truncate'"
     )
     with pytest.raises(Infeasible, match=f"^{re.escape(message)}$"):
         plan_window(

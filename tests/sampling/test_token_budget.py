@@ -271,8 +271,8 @@ def test_identity_follows_the_lengths() -> None:
         (
             {"lengths": [3, 11, 12]},
             Infeasible,
-            "sample 1 has 11 tokens, a row holds seq_len=10: it fits nowhere. Raise seq_len, shorten the sample, "
-            "or pass oversized='single' or 'truncate'",
+            "sample 1 has 11 tokens, a row holds seq_len=10: it fits nowhere. Raise seq_len, split the sample "
+            "(evenstep.datasets.SplitDocuments), or pass oversized='single' or 'truncate'",
         ),
         ({"lengths": []}, ValueError, "lengths is empty: a sampler needs at least one sample"),
         ({"lengths": [4, -2]}, ValueError, "lengths[1] is -2: a sample has 0 or more tokens"),

@@ -59,10 +59,15 @@ class TokenArray:
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         """Document ``index``: ``{"input_ids": int64 [length]}``, a copy."""
+        return self.read(index, 0, len(self._tokens))
+
+    def read(self, index: int, begin: int, end: int) -> dict[str, torch.Tensor]:
+        """Tokens ``begin`` to ``end`` of document ``index``, as far as it has them: ``{"input_ids": int64}``, a copy."""
         if not 0 <= index < len(self):
             raise IndexError(f"document {index} of {len(self)}")
-        begin, end = self._offsets[index], self._offsets[index + 1]
-        return {"input_ids": torch.from_numpy(np.array(self._tokens[begin:end], dtype=np.int64))}
+        first, last = int(self._offsets[index]), int(self._offsets[index + 1])
+        tokens = self._tokens[first + begin : min(first + end, last)]
+        return {"input_ids": torch.from_numpy(np.array(tokens, dtype=np.int64))}
 
     def __reduce__(self) -> Any:
         """Other processes map the files again instead of receiving them."""

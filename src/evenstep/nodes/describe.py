@@ -194,8 +194,8 @@ def tells_length(sample: Any) -> bool:
 def oversized_message(tokens: int, limit: int) -> str:
     """Why a sample of ``tokens`` tokens is refused."""
     return (
-        f"it has {tokens} tokens, seq_len is {limit}: it fits no row. Raise seq_len, split it, or choose "
-        "oversized='truncate' or 'single'"
+        f"it has {tokens} tokens, seq_len is {limit}: it fits no row. Raise seq_len, split it (evenstep.datasets."
+        "SplitDocuments), or choose oversized='truncate' or 'single'"
     )
 
 

@@ -35,6 +35,7 @@ from evenstep.packing.policy import (
     loss_counter,
     pack_documents,
     padded_alike,
+    slice_sample,
     truncate_sample,
     with_oversized,
 )
@@ -68,6 +69,7 @@ __all__ = [
     "padding_row",
     "shard_indices",
     "shard_tensor",
+    "slice_sample",
     "thd_arguments",
     "truncate_sample",
     "unshard",

@@ -24,6 +24,7 @@ __all__ = [
     "loss_counter",
     "pack_documents",
     "padded_alike",
+    "slice_sample",
     "truncate_sample",
     "with_oversized",
 ]
@@ -165,15 +166,23 @@ def truncate_sample(
         tokens: How many tokens stay.
         token_dims: As in ``pack_text``.
     """
-    length = len(sample["input_ids"])
+    return slice_sample(sample, 0, tokens, token_dims=token_dims)
+
+
+def slice_sample(
+    sample: Mapping[str, Any], begin: int, end: int, *, token_dims: Mapping[str, int | None] | None = None
+) -> dict[str, Any]:
+    """Tokens ``begin`` to ``end`` of ``sample``: every per-token field cut alike, all others as they are.
+
+    Args:
+        sample: What ``pack_text`` takes.
+        begin: First token that stays.
+        end: The one behind the last.
+        token_dims: As in ``pack_text``.
+    """
+    length, kept = len(sample["input_ids"]), slice(begin, end)
     cut: dict[str, Any] = {}
     for name, value in sample.items():
         dim = token_dim(name, as_tensor(value), length, token_dims or {})
-        cut[name] = (
-            value
-            if dim is None
-            else value[(slice(None),) * dim + (slice(tokens),)]
-            if dim
-            else value[:tokens]
-        )
+        cut[name] = value if dim is None else value[(slice(None),) * dim + (kept,)] if dim else value[kept]
     return cut

@@ -160,7 +160,8 @@ def _oversized(
     if name == "seq_len":
         return Infeasible(
             f"sample {sample} of the window has {int(tokens[sample])} tokens, more than seq_len={constraints.seq_len}: "
-            "it fits into no row. Filter or split such samples, raise seq_len, or set oversized='single' or 'truncate'"
+            "it fits into no row. Filter or split such samples (evenstep.datasets.SplitDocuments), raise seq_len, or set "
+            "oversized='single' or 'truncate'"
         )
     limit = (constraints.budgets or {})[name]
     return Infeasible(

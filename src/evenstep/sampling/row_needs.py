@@ -47,7 +47,7 @@ class RowNeeds:
             at = int(np.argmax(self.lengths > seq_len))
             raise Infeasible(
                 f"sample {at} has {int(self.lengths[at])} tokens, a row holds seq_len={seq_len}: it fits nowhere. "
-                "Raise seq_len, shorten the sample, or pass oversized='single' or 'truncate'"
+                "Raise seq_len, split the sample (evenstep.datasets.SplitDocuments), or pass oversized='single' or 'truncate'"
             )
         self._columns = [_checked_column(name, features, len(self.lengths)) for name in limits]
         for (name, limit), most, column in zip(limits.items(), self.budgets, self._columns, strict=True):

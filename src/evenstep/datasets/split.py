@@ -1,0 +1,142 @@
+"""Documents longer than a row as several samples, so that none has to be cut short or left out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from evenstep.packing import slice_sample
+from evenstep.packing.fields import NOT_PER_TOKEN
+
+__all__ = ["SplitDocuments"]
+
+
+class SplitDocuments:
+    """Each document longer than ``max_tokens`` in pieces of ``max_tokens`` tokens and a rest; the others as they are.
+
+    Nothing is lost and nothing overlaps: the pieces of a document follow each other, and documents keep their order, so
+    that an index means the same tokens wherever it is read. A piece is a sample of its own: positions begin at 0 in it, and
+    its first token is not predicted. Lengths stay known, for ``metadata=`` and a `TokenBudgetSampler`.
+
+    A piece is read by ``dataset.read(index, begin, end)`` where the dataset has it (`TokenArray` and `TextFolder` do), else
+    the whole document is read for each of its pieces and cut: every field that is as long as the tokens alike, all others
+    go along as they are.
+
+    Args:
+        dataset: Anything with ``dataset[i]`` and ``len``; documents are mappings with ``input_ids``.
+        max_tokens: Tokens of a piece, usually ``seq_len``.
+        lengths: Tokens of each document, integers ``[len(dataset)]``, or the path of an ``.npy`` file of them; default:
+            ``dataset.lengths``.
+
+    Attributes:
+        lengths: Tokens of each piece, int64 ``[n]``.
+        documents: Document that each piece is of, int64 ``[n]``.
+        starts: Its first token in that document, int64 ``[n]``.
+        split: How many documents were split.
+
+    Raises:
+        TypeError: Nobody says how long the documents are.
+        ValueError: ``max_tokens`` is not positive, or the lengths are not those of the documents.
+
+    Example:
+        >>> from evenstep.datasets import SplitDocuments, TokenArray
+        >>> pieces = SplitDocuments(TokenArray([5, 6, 7, 8, 9], offsets=[0, 4, 5]), max_tokens=3)
+        >>> pieces.lengths.tolist(), pieces.documents.tolist(), pieces.split
+        ([3, 1, 1], [0, 0, 1], 1)
+        >>> pieces[1]["input_ids"].tolist()
+        [8]
+    """
+
+    def __init__(self, dataset: Any, max_tokens: int, lengths: Any = None) -> None:
+        if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1:
+            raise ValueError(
+                f"max_tokens={max_tokens!r}: pieces of no tokens never end; give an int of at least 1, such as seq_len"
+            )
+        self.dataset: Any = dataset
+        self.max_tokens: int = max_tokens
+        self._whole = _lengths_of(dataset, lengths)
+        pieces = np.maximum(1, -(-self._whole // max_tokens))
+        self.documents: npt.NDArray[np.int64] = np.repeat(np.arange(len(self._whole)), pieces)
+        first = np.cumsum(pieces) - pieces
+        self.starts: npt.NDArray[np.int64] = (
+            np.arange(len(self.documents)) - first[self.documents]
+        ) * max_tokens
+        self.lengths: npt.NDArray[np.int64] = np.minimum(
+            self._whole[self.documents] - self.starts, max_tokens
+        )
+        self.split: int = int((pieces > 1).sum())
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def __getitem__(self, index: int) -> Any:
+        """Piece ``index``, with the fields of its document.
+
+        Raises:
+            ValueError: The document has another length than was said, or it has images, which belong to no piece alone.
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(f"piece {index} of {len(self)}")
+        document, begin = int(self.documents[index]), int(self.starts[index])
+        end, known = begin + int(self.lengths[index]), int(self._whole[document])
+        if hasattr(self.dataset, "read"):
+            # The last piece asks for one token more, so that a document that has grown is noticed.
+            sample = self.dataset.read(document, begin, end + (end == known))
+            if len(sample["input_ids"]) != end - begin:
+                raise _other_length(document, f"not {known} tokens", known)
+            return sample
+        sample = self.dataset[document]
+        if not isinstance(sample, Mapping) or "input_ids" not in sample:
+            raise TypeError(
+                f"document {document} is a {type(sample).__name__} without 'input_ids': there is nothing to split"
+            )
+        if len(sample["input_ids"]) != known:
+            raise _other_length(document, f"{len(sample['input_ids'])} tokens", known)
+        if known <= self.max_tokens:
+            return sample
+        images = sorted(NOT_PER_TOKEN & sample.keys())
+        if images:
+            raise ValueError(
+                f"document {document} has {known} tokens and {', '.join(images)}: every piece of {self.max_tokens} tokens "
+                "would repeat them; raise max_tokens, or split it where you know which image belongs to which tokens"
+            )
+        return slice_sample(sample, begin, end)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the dataset, if it wants to know."""
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
+
+def _other_length(document: int, found: str, known: int) -> ValueError:
+    return ValueError(
+        f"document {document} has {found}, its length says {known}: its pieces would miss tokens; the lengths are of another "
+        "version of the dataset, find them anew"
+    )
+
+
+def _lengths_of(dataset: Any, lengths: Any) -> npt.NDArray[np.int64]:
+    told = getattr(dataset, "lengths", None) if lengths is None else lengths
+    if told is None:
+        raise TypeError(
+            f"{type(dataset).__name__} has no lengths, so nobody knows how many pieces there are; pass "
+            "lengths=[len(document['input_ids']) for document in dataset], or the file that `evenstep lengths MODULE:NAME "
+            "-o lengths.npy` writes"
+        )
+    column = np.asarray(np.load(told) if isinstance(told, str) or hasattr(told, "__fspath__") else told)
+    if column.ndim != 1 or (len(column) and column.dtype.kind not in "iu"):
+        raise ValueError(
+            f"lengths are {column.dtype} {list(column.shape)}, expected one integer per document, [n]"
+        )
+    if len(column) != len(dataset):
+        raise ValueError(
+            f"{len(column)} lengths for {len(dataset)} documents: they are of another dataset; scan it again"
+        )
+    if len(column) and int(column.min()) < 0:
+        raise ValueError(
+            f"document {int(column.argmin())} has {int(column.min())} tokens, expected at least 0"
+        )
+    return column.astype(np.int64)

@@ -1,0 +1,104 @@
+"""A folder of text files, a document each, in an order that every machine agrees on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+__all__ = ["TextFolder"]
+
+
+class TextFolder:
+    """The files below a folder, sorted by path; without a tokenizer their bytes are the tokens (0 to 255).
+
+    Hidden files and folders are left out; empty files are documents without tokens, which a loader drops and counts.
+
+    Args:
+        folder: Where they are.
+        encode: ``text -> token ids``, for example ``lambda text: tokenizer.encode(text).ids``; files are UTF-8. Lengths are
+            known ahead only without it.
+        pattern: Which files, in all folders below.
+
+    Attributes:
+        files: Their paths.
+
+    Raises:
+        ValueError: ``folder`` is none, or no file matches.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        encode: Callable[[str], Sequence[int]] | None = None,
+        *,
+        pattern: str = "*.txt",
+    ) -> None:
+        root = Path(folder)
+        if not root.is_dir():
+            raise ValueError(f"{str(root)!r} is no folder: there is nothing to read; name one that exists")
+        found = (
+            path for path in root.rglob(pattern) if path.is_file() and not _hidden(path.relative_to(root))
+        )
+        self.files: list[Path] = sorted(found, key=lambda path: path.relative_to(root).as_posix())
+        if not self.files:
+            raise ValueError(
+                f"{str(root)!r} holds no file {pattern!r}: there is nothing to read; name another folder or pattern"
+            )
+        self._encode = encode
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        """Document ``index``: ``{"input_ids": int64 [length]}``.
+
+        Raises:
+            ValueError: The file is not UTF-8, and a tokenizer needs text.
+        """
+        file = self.files[index]
+        if self._encode is None:
+            return _sample(np.frombuffer(file.read_bytes(), dtype=np.uint8))
+        try:
+            text = file.read_bytes().decode()
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"{file} is not UTF-8 ({error.reason} at byte {error.start}): it would become other text; convert it, or "
+                "leave encode away to train on bytes"
+            ) from None
+        return _sample(np.asarray(self._encode(text), dtype=np.int64))
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """Bytes of each file, int64 ``[n]``.
+
+        Raises:
+            AttributeError: A tokenizer says how long a document is, and every file would have to be read.
+        """
+        if self._encode is not None:
+            raise AttributeError(
+                "lengths are known ahead only where bytes are the tokens; `evenstep lengths MODULE:NAME -o lengths.npy` "
+                "finds those of a tokenizer"
+            )
+        return np.array([file.stat().st_size for file in self.files], dtype=np.int64)
+
+    def read(self, index: int, begin: int, end: int) -> dict[str, Any]:
+        """Tokens ``begin`` to ``end`` of document ``index``; of bytes only these are read."""
+        if self._encode is not None:
+            return {"input_ids": self[index]["input_ids"][begin:end]}
+        with self.files[index].open("rb") as file:
+            file.seek(begin)
+            return _sample(np.frombuffer(file.read(end - begin), dtype=np.uint8))
+
+
+def _hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def _sample(tokens: npt.NDArray[Any]) -> dict[str, torch.Tensor]:
+    return {"input_ids": torch.from_numpy(tokens.astype(np.int64))}
