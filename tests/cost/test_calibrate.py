@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
@@ -27,11 +27,20 @@ def measured(a: float, b: float, overhead: float, seed: int = 0) -> tuple[list[l
 
 
 @given(
-    matrix=arrays(np.float64, st.tuples(st.integers(1, 8), st.integers(1, 5)), elements=st.integers(-5, 5)),
-    data=st.data(),
+    st.tuples(st.integers(1, 8), st.integers(1, 5)).flatmap(
+        lambda shape: st.tuples(
+            arrays(np.float64, shape, elements=st.integers(-5, 5)),
+            arrays(np.float64, shape[0], elements=st.integers(-9, 9)),
+        )
+    )
 )
-def test_no_other_coefficients_fit_better(matrix: npt.NDArray[np.float64], data: st.DataObject) -> None:
-    target = data.draw(arrays(np.float64, len(matrix), elements=st.integers(-9, 9)))
+@example(
+    (np.array([[1.0, 3, 1], [3, 1, 2], [2, 3, 2]]), np.array([5.0, 5, 4]))
+)  # the first freed is fixed again
+def test_no_other_coefficients_fit_better(
+    problem: tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]],
+) -> None:
+    matrix, target = problem
     solution = nonnegative_least_squares(matrix, target)
     assert (solution >= 0).all()
     # Karush-Kuhn-Tucker: no slope where a coefficient is free, none that a fixed one could descend.
@@ -99,6 +108,21 @@ def test_full_rows_are_told_apart_from_overhead_only_with_other_fills() -> None:
         "every micro-batch has nearly the same tokens: its coefficient and the overhead cannot be told "
         "apart; measure micro-batches of different fill"
     )
+
+
+def test_what_no_micro_batch_has_is_told() -> None:
+    fit = fit_cost([[1], [2], [4], [8]], [1.0, 2.0, 4.0, 8.0], features=["patches"])
+    assert dict(fit.features) == {"patches": 0.0}
+    assert fit.report is not None
+    assert "no micro-batch has any patches: its coefficient is 0 because nothing tells it" in fit.report.notes
+
+
+def test_as_many_measurements_as_coefficients_leave_nothing_to_tell_errors_by() -> None:
+    fit = fit_cost([[1], [2], [4]], [2.0 + 1 + 1, 2.0 + 2 + 4, 2.0 + 4 + 16])
+    assert (fit.a, fit.b, fit.overhead) == pytest.approx((1, 1, 2))
+    assert fit.stages == ("llm",)  # what was measured was the whole micro-batch
+    assert fit.report is not None
+    assert np.isnan(list(fit.report.standard_errors.values())).all()
 
 
 def test_features_and_padding_have_coefficients_of_their_own() -> None:

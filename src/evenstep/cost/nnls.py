@@ -39,7 +39,7 @@ def nonnegative_least_squares(
         if count == 0 or slope.max() <= tolerance:
             break
         free[int(np.argmax(slope))] = True
-        while free.any():
+        while True:
             trial = np.zeros(count)
             trial[free] = np.linalg.lstsq(scaled[:, free], target, rcond=None)[0]
             if (trial[free] > 0).all():
