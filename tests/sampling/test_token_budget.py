@@ -68,12 +68,29 @@ def test_the_run_is_the_longest(lengths: list[int], rows: int, capacity: int, li
 
 
 def test_a_run_too_large_to_search_in_full_is_a_local_maximum() -> None:
-    # 6 + 3 leave a tenth of each row empty, which no simple bound sees: hundreds of candidates fail.
-    lengths = np.array([6, 3] * 20_000, dtype=np.int64)
-    run, packed = longest_run(lengths, RowLimits(8000, 10))
-    assert run == 16_000
-    assert np.bincount(packed, lengths[:run]).tolist() == [9] * 8000
-    assert first_fit_decreasing(lengths[: run + 1], RowLimits(8000, 10)) is None
+    # Five samples of 11 leave a twelfth of each row empty, which no simple bound sees: 181 candidates fail.
+    lengths, limits = np.full(3000, 11, dtype=np.int64), RowLimits(400, 60)
+    assert most_that_could_fit(lengths, limits) == 2181
+    run, packed = longest_run(lengths, limits)
+    assert run == 2000
+    assert np.bincount(packed).tolist() == [5] * 400
+    assert first_fit_decreasing(lengths[: run + 1], limits) is None
+
+
+def test_a_step_of_far_more_samples_than_usual_is_read_whole() -> None:
+    sampler = TokenBudgetSampler([1] * 3000 + [20] * 3000, rows_per_step=100, seq_len=20, order="sequential")
+    step = sampler.step_at(sampler.start())
+    assert step is not None
+    assert step.indices.tolist() == list(range(2000))
+    assert loads(sampler, step).tolist() == [20] * 100
+
+
+def test_the_steps_of_an_epoch_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler = TokenBudgetSampler([3] * 50, rows_per_step=4, seq_len=10)
+    count = sampler.steps_in(1)
+    assert count == len(steps_of(sampler, 1))
+    monkeypatch.setattr(TokenBudgetSampler, "_pack", None)
+    assert sampler.steps_in(1) == count
 
 
 @given(
