@@ -144,6 +144,11 @@ def test_padding_rows_take_on_the_fields_of_their_batch() -> None:
     assert collate_varlen(rows)["mrope"].shape == (3, 1, 3)
 
 
+def test_what_belongs_to_a_whole_row_is_listed_by_row() -> None:
+    rows = [{**make_row([3], 8), "shard": "a"}, {**make_row([2], 8), "shard": "b"}, make_row([1], 8)]
+    assert collate_rows(rows)["shard"] == collate_varlen(rows)["shard"] == ["a", "b", None]
+
+
 def test_a_batch_of_padding_rows() -> None:
     rows = [padding_row(seq_len=4), padding_row(seq_len=4)]
     batch = collate_rows(rows)

@@ -218,6 +218,8 @@ def test_a_padding_row_like_a_users() -> None:
         "images": ([], np.float64),
     }
     assert arrays["images"].shape == (0, 4)
+    scalar = padding_row({"input_ids": torch.ones(3), "scale": torch.tensor(2.5)})["scale"]
+    assert (scalar.tolist(), scalar.dtype) == (0.0, torch.float32)
     assert padding_row(
         {"input_ids": [1, 2], "labels": [1, 2], "documents": 2, "source": "web"}, seq_len=3
     ) == {

@@ -57,7 +57,7 @@ def collate_rows(
         elif isinstance(example, torch.Tensor) and example.dim():
             batch[name] = torch.cat([row[name] for row in rows if name in row])
         else:
-            batch[name] = [row.get(name, []) for row in rows]
+            batch[name] = [row.get(name, [] if isinstance(example, list) else None) for row in rows]
     if all("cu_seqlens" in row for row in rows):
         batch["cu_seqlens"] = [row["cu_seqlens"].clone() for row in rows]
     if all("max_seqlen" in row for row in rows):
@@ -101,19 +101,15 @@ def num_tokens(row: Mapping[str, Any]) -> int:
 def describe(
     name: str, rows: Sequence[Mapping[str, Any]], dims: Mapping[str, int | None]
 ) -> tuple[Any, int | None]:
-    """An example value of field ``name`` and the dimension of it that counts tokens, if any.
+    """An example value of field ``name``, which some row has, and the dimension of it that counts tokens, if any.
 
     Raises:
         ValueError: A row with tokens lacks a per-token field or a per-sample list.
     """
-    example, dim = None, None
     # A padding row knows nothing of the fields of its batch: rows with tokens are asked first.
-    for row in sorted(rows, key=lambda row: num_tokens(row) == 0):
-        if name in row:
-            example = row[name]
-            tensor = example if isinstance(example, torch.Tensor) else None
-            dim = token_dim(name, tensor, len(row["input_ids"]), dims)
-            break
+    row = next(row for row in sorted(rows, key=lambda row: num_tokens(row) == 0) if name in row)
+    example = row[name]
+    dim = token_dim(name, example if isinstance(example, torch.Tensor) else None, len(row["input_ids"]), dims)
     if dim is not None or isinstance(example, list):
         missing = [k for k, row in enumerate(rows) if name not in row and num_tokens(row)]
         if missing:
