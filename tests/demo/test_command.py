@@ -84,5 +84,5 @@ def test_when_the_clock_says_nothing(ranks: int, quick: bool, reason: str, tmp_p
 
 def test_everything_that_is_left_on_disk_is_named() -> None:
     assert command._results(Settings(ranks=2, out=Path("there")), 61.7) == (
-        "there/: balance.png, summary.json, ledger.jsonl, checkpoint.pt, tokens/ (62 s)"
+        "there/: balance.png, summary.json, ledger.jsonl, checkpoint.pt, lengths.npy, tokens/ (62 s)"
     )

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from evenstep.demo.checks import check_losses
+from evenstep import cli
+from evenstep.demo.checks import SpeedUp, check_losses
 from evenstep.demo.command import _verdict
 from evenstep.demo.compare import Comparison, compare
 from evenstep.demo.records import StepRecord
 from evenstep.demo.resume import audit, resume
 from evenstep.demo.settings import Settings
+from evenstep.demo.tables import predicted_again
 from evenstep.testing import run_ranks
 
 pytestmark = pytest.mark.gloo
@@ -35,6 +38,7 @@ def settings(tmp_path: Path) -> Settings:
     settings.tokens.mkdir()
     generator = np.random.default_rng(0)
     lengths = np.minimum(generator.lognormal(4, 1.2, 300).astype(np.int64), 600)
+    lengths[::40] = 0  # empty documents are in the order, too
     offsets = np.concatenate(([0], np.cumsum(lengths)))
     np.save(settings.tokens / "offsets.npy", offsets)
     np.save(settings.tokens / "tokens.npy", generator.integers(0, 40, offsets[-1]).astype(np.uint16))
@@ -69,3 +73,18 @@ def test_both_layouts_and_the_resumed_run_train_the_same_steps(
     assert checks["same_loss"] is checks["same_loss_resumed"] is checks["ledger"] is True
     assert (settings.out / "ledger.jsonl").exists()
     assert capsys.readouterr().out.count("\n") == 6
+    simulated_alike(settings, comparison, capsys)
+
+
+def simulated_alike(settings: Settings, comparison: Comparison, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command that the demo prints predicts what the demo predicts."""
+    np.save(settings.lengths, settings.dataset().store.lengths)
+    told = predicted_again(settings, comparison.cost, comparison.reference, comparison.balanced)
+    promised = SpeedUp.of(comparison.reference, comparison.balanced).predicted
+    assert told.startswith(f"The {promised:.2f}x that is predicted is relative to greedy rows: ")
+    program, *words = shlex.split(told.splitlines()[-1])
+    assert program == "evenstep"
+    assert cli.main([*words, "--quiet", "--json"]) == 0
+    baseline, balanced = json.loads(capsys.readouterr().out)["outcomes"]
+    assert (baseline["layout"], balanced["layout"], balanced["steps"]) == ("greedy rows", "auto", 3)
+    assert balanced["speedup"] == pytest.approx(promised, rel=1e-4)

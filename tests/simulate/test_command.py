@@ -49,7 +49,23 @@ def test_table_and_settings_are_printed(file: Path, capsys: pytest.CaptureFixtur
     assert lines[head].split() == " ".join(HEADER).split()
     assert [line.split()[1] for line in lines[head + 2 : head + 6]] == ["shuffled", "sampler's", "lpt", "lpt"]
     assert re.search(r"4 ranks: \d\.\d\dx faster steps with 'lpt' over windows of \d micro-batch", lines[-1])
+    assert re.search(
+        r" than the shuffled rows \(\d\.\d\dx than the sampler's rows\): ranks do useful work ", lines[-1]
+    )
     assert "sampled over an epoch (shuffled, seed 0): 2 steps at 4 ranks" in lines
+
+
+def test_greedy_rows_are_explained(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        command(file, *QUICK, "--reference", "greedy", "--consecutive", "--out", file.with_name("r.html"))
+        == 0
+    )
+    lines = capsys.readouterr().out.splitlines()
+    assert "sampled from the beginning of an epoch (shuffled, seed 0): 2 steps at 4 ranks" in lines
+    assert sum(line.startswith("greedy rows: what speed-ups are relative to. ") for line in lines) == 1
+    assert re.search(
+        r" over windows of \d micro-batch(es)? than the greedy rows: ranks do useful work ", lines[-1]
+    )
 
 
 def test_json_has_everything(file: Path, capsys: pytest.CaptureFixture[str]) -> None:

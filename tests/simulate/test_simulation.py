@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 
 from evenstep.cost import FeatureCost, LinearQuadraticCost, StageCost
 from evenstep.plan import Algorithm, Objective
+from evenstep.sampling.order import ShuffledOrder
 from evenstep.simulate import Settings, Simulation, simulate
 from evenstep.simulate.settings import fitting, usual_seq_len
-from evenstep.simulate.simulation import SAMPLER, SHUFFLED, Outcome
+from evenstep.simulate.simulation import GREEDY, SAMPLER, SHUFFLED, Outcome
 from evenstep.simulate.steps import sampled_steps
 
 Lengths = npt.NDArray[np.int64]
@@ -63,13 +64,14 @@ def test_sampled_steps_hold_different_documents_in_whole_rows(rows: int, fill: f
     seen = np.concatenate([step.tokens for step in steps])
     assert len(np.unique(seen)) == len(seen)  # every length is there once, so it names its document
     for step in steps:
-        for layout in (step.sampler, step.shuffled):
+        assert list(step.layouts) == [SHUFFLED, SAMPLER]
+        for layout in step.layouts.values():
             used = np.bincount(layout, weights=step.tokens, minlength=rows * 8)
             assert len(used) == rows * 8
             assert used.max() <= 2048
-        one, other = (np.bincount(r, weights=step.tokens) for r in (step.sampler, step.shuffled))
+        one, other = (np.bincount(r, weights=step.tokens) for r in step.layouts.values())
         assert sorted(one) == sorted(other)
-        assert (step.sampler != step.shuffled).any()
+        assert (step.layouts[SAMPLER] != step.layouts[SHUFFLED]).any()
         if fill is not None:
             assert step.tokens.sum() - step.tokens[-1] < fill * rows * 8 * 2048 <= step.tokens.sum()
 
@@ -160,6 +162,45 @@ def test_nothing_moves_below_the_gate(lengths: Lengths) -> None:
     assert sampler[2].moved_tokens == 0
 
 
+def test_greedy_rows_are_filled_as_documents_come(lengths: Lengths) -> None:
+    settings = replace(SMALL, reference="greedy", consecutive=True, oversized="split", steps=3)
+    whole = fitting(lengths, 2048, "split", keep_empty=True)
+    assert (whole == 0).sum() == (lengths == 0).sum()
+    steps = sampled_steps(whole, settings, 4)
+    order = ShuffledOrder(len(whole), 0).index_at(0, np.arange(len(whole)))
+    read = whole[order][whole[order] > 0]
+    assert (
+        np.concatenate([step.tokens for step in steps]).tolist()
+        == read[: sum(len(s.tokens) for s in steps)].tolist()
+    )
+    for step in steps:
+        [(name, rows)] = step.layouts.items()
+        assert name == GREEDY
+        assert (np.diff(rows) >= 0).all()
+        used = np.bincount(rows, weights=step.tokens)
+        firsts = step.tokens[np.flatnonzero(np.diff(rows, prepend=-1))]
+        assert len(used) == 8
+        assert (used <= 2048).all()
+        assert (used[:-1] + firsts[1:] > 2048).all()  # it would not have fitted into the row before
+
+
+def test_greedy_rows_are_what_is_compared_with(lengths: Lengths) -> None:
+    simulation = simulate(lengths, replace(SMALL, reference="greedy"))
+    before, after = simulation.outcomes
+    assert (before.layout, before.speedup, after.layout) == (GREEDY, 1.0, "auto")
+    assert after.speedup > 1.05
+    assert simulation.picture.baseline == GREEDY
+    assert simulation.unplanned(4) == (before,)
+
+
+def test_consecutive_steps_are_the_first(lengths: Lengths) -> None:
+    near, far = (
+        sampled_steps(np.minimum(lengths, 2048), replace(SMALL, consecutive=c), 4) for c in (True, False)
+    )
+    assert near[0].tokens.tolist() == far[0].tokens.tolist()
+    assert near[1].tokens.tolist() != far[1].tokens.tolist()
+
+
 def test_waiting_once_a_step_loses_less(lengths: Lengths) -> None:
     often, once = (simulate(lengths, replace(SMALL, sync=sync)) for sync in ("micro_batch", "step"))
     assert once.outcomes[0].efficiency > often.outcomes[0].efficiency
@@ -216,6 +257,17 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
         {"algorithms": ("magic",)},
         ValueError,
         f"algorithm 'magic' is unknown, expected one of {', '.join(get_args(Algorithm))}",
+    ),
+    (
+        {"reference": "greedy", "fill": 0.9},
+        ValueError,
+        "reference='greedy' fills rows with shuffled documents as they come; fill=0.9 and order='shuffled' would mean "
+        "nothing there, leave them away",
+    ),
+    (
+        {"reference": "any"},
+        ValueError,
+        "reference is 'any', expected one of shuffled, sampler, greedy",
     ),
     ({"seconds": 0.0}, ValueError, "seconds is 0.0, expected a positive number or None"),
     ({"fill": 1.5}, ValueError, "fill is 1.5, expected a share of a step's room in (0, 1]"),

@@ -11,6 +11,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from evenstep.demo.checks import (
     Check,
     SpeedUp,
@@ -27,7 +29,7 @@ from evenstep.demo.records import StepRecord
 from evenstep.demo.report import draw_balance, write_summary
 from evenstep.demo.resume import audit, resume, write_ledger
 from evenstep.demo.settings import Settings
-from evenstep.demo.tables import corpus_table, print_resumed
+from evenstep.demo.tables import corpus_table, predicted_again, print_resumed
 from evenstep.demo.tokens import Pieces, split_documents, tokenize
 
 __all__ = ["add_arguments", "run"]
@@ -94,6 +96,9 @@ def run(args: argparse.Namespace) -> int:
     checks = _verdict(settings, comparison, resumed)
     seconds = time.monotonic() - begin
     write_summary(settings, pieces, comparison, resumed, checks, seconds)
+    np.save(settings.lengths, pieces.store.lengths)
+    if settings.ranks > 1:
+        print(f"\n{predicted_again(settings, comparison.cost, comparison.reference, comparison.balanced)}")
     draw_balance(settings.out / "balance.png", comparison)
     print(f"\n{_results(settings, seconds)}")
     failed = [check.name for check in checks if check.passed is False]
@@ -108,6 +113,7 @@ def _results(settings: Settings, seconds: float) -> str:
         "summary.json",
         "ledger.jsonl",
         settings.checkpoint.name,
+        settings.lengths.name,
         f"{settings.tokens.name}/",
     ]
     return f"{settings.out}/: {', '.join(files)} ({seconds:.0f} s)"

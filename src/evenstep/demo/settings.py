@@ -71,6 +71,11 @@ class Settings:
         return self.out / "tokens"
 
     @property
+    def lengths(self) -> Path:
+        """File of the tokens of each document, for ``evenstep simulate``."""
+        return self.out / "lengths.npy"
+
+    @property
     def checkpoint(self) -> Path:
         """File of the model, the optimizer and the loader where training stopped."""
         return self.out / "checkpoint.pt"

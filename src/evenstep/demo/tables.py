@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Sequence
+
 import numpy as np
 
 from evenstep.cost import LinearQuadraticCost
-from evenstep.demo.checks import LEAST_CORE
+from evenstep.demo.checks import LEAST_CORE, SpeedUp
 from evenstep.demo.records import StepRecord, moved_tokens
+from evenstep.demo.settings import Settings
 from evenstep.demo.tokens import Pieces
 
-__all__ = ["corpus_table", "print_busy", "print_heading", "print_pair", "print_resumed"]
+__all__ = [
+    "corpus_table",
+    "predicted_again",
+    "print_busy",
+    "print_heading",
+    "print_pair",
+    "print_resumed",
+    "simulate_words",
+]
 
 _COLUMNS = "{:>4}  {:<9}  {:>7}  {:>8}  {:>9}  {:>9}  {:>7}  {:>7}  {:>8}"
 
@@ -77,6 +89,38 @@ def print_busy(share: float) -> None:
 def print_resumed(record: StepRecord) -> None:
     """A step after the stop."""
     print(_line(f"{record.compute.shape[1]} ranks", record, "-"), flush=True)
+
+
+def predicted_again(
+    settings: Settings,
+    cost: LinearQuadraticCost,
+    reference: Sequence[StepRecord],
+    balanced: Sequence[StepRecord],
+) -> str:
+    """What the speed-up is relative to, and the command that predicts the same from lengths alone."""
+    promised = SpeedUp.of(reference, balanced).predicted
+    return (
+        f"The {promised:.2f}x that is predicted is relative to greedy rows: shuffled documents fill row after row, one that "
+        "does not fit\nopens the next, rows go to the ranks in turn. From lengths and this cost alone, the same figure:\n"
+        f"  evenstep {shlex.join(simulate_words(settings, cost))}"
+    )
+
+
+def simulate_words(settings: Settings, cost: LinearQuadraticCost) -> list[str]:
+    """The arguments of ``evenstep`` for the simulation of the steps that are compared."""
+    options: dict[str, object] = {
+        "--seq-len": settings.seq_len,
+        "--oversized": "split",
+        "--reference": "greedy",
+        "--dp-sizes": settings.ranks,
+        "--windows": settings.micro_batches,
+        "--algorithms": "auto",
+        "--steps": settings.compared_steps,
+        "--seed": settings.seed,
+        "--cost": f"{cost.a:.5g},{cost.b:.5g}",
+    }
+    words = [str(word) for option in options.items() for word in option]
+    return ["simulate", str(settings.lengths), *words, "--consecutive"]
 
 
 def _line(layout: str, record: StepRecord, moved: str) -> str:

@@ -14,7 +14,7 @@ from evenstep.errors import Infeasible
 from evenstep.plan import Algorithm
 from evenstep.progress import no_progress, terminal_progress
 from evenstep.simulate.lengths import read_lengths
-from evenstep.simulate.settings import Oversized, Settings, usual_seq_len
+from evenstep.simulate.settings import Oversized, Reference, Settings, usual_seq_len
 from evenstep.simulate.simulation import simulate
 from evenstep.simulate.summary import as_json, as_text
 
@@ -80,9 +80,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--fill", type=float, help="end a step at this share of its room (default: as full as it gets)"
     )
     layout.add_argument(
-        "--reference", choices=("shuffled", "sampler"), default="shuffled",
-        help="where documents are before planning: packed rows in random order, or as evenstep's sampler puts them "
-        "(default: %(default)s)",
+        "--reference", choices=get_args(Reference), default="shuffled",
+        help="where documents are before planning: packed rows in random order, or as evenstep's sampler puts them, or rows "
+        "that are filled as documents come, what `evenstep demo` compares with (default: %(default)s)",
     )  # fmt: skip
     layout.add_argument(
         "--order",
@@ -123,6 +123,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     sample = parser.add_argument_group("sample and output")
     sample.add_argument("--steps", type=int, default=5, metavar="N", help="steps to sample (default: 5)")
+    sample.add_argument(
+        "--consecutive", action="store_true", help="the first steps of the epoch, not some spread over it"
+    )
     sample.add_argument(
         "--seconds", type=float, default=20.0, metavar="S",
         help="sample fewer steps once planning has taken this long (default: 20)",
@@ -184,6 +187,7 @@ def _settings(args: argparse.Namespace, seq_len: int) -> Settings:
         order=args.order,
         seed=args.seed,
         steps=args.steps,
+        consecutive=args.consecutive,
         seconds=args.seconds,
         bytes_per_token=args.bytes_per_token,
         min_gain=args.min_gain,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec
 import numpy as np
 import numpy.typing as npt
 
-from evenstep.simulate.simulation import SAMPLER, SHUFFLED, Outcome, Simulation, StepPicture
+from evenstep.simulate.simulation import Outcome, Simulation, StepPicture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -95,9 +95,9 @@ def draw_efficiency(simulation: Simulation) -> Figure:
 def _efficiency_panel(panel: Axes, outcomes: list[Outcome], simulation: Simulation) -> None:
     windows = simulation.settings.fitting_windows
     position = {window: place for place, window in enumerate(windows)}
-    for name, style in ((SHUFFLED, "--"), (SAMPLER, ":")):
-        level = next(outcome.efficiency for outcome in outcomes if outcome.layout == name)
-        panel.axhline(level, color=_MUTED, linestyle=style, linewidth=1.6, label=name)
+    unplanned = [outcome for outcome in outcomes if not outcome.window]
+    for outcome, style in zip(unplanned, ("--", ":"), strict=False):
+        panel.axhline(outcome.efficiency, color=_MUTED, linestyle=style, linewidth=1.6, label=outcome.layout)
     algorithms = list(dict.fromkeys(outcome.layout for outcome in outcomes if outcome.window))
     bounds: dict[int, float] = {}
     for number, algorithm in enumerate(algorithms):
@@ -132,7 +132,7 @@ def draw_step(picture: StepPicture) -> Figure:
     ends = []
     plural = "es" if picture.window > 1 else ""
     titles = (
-        f"before: {SHUFFLED}",
+        f"before: {picture.baseline}",
         f"after: {picture.algorithm!r}, windows of {picture.window} micro-batch{plural}",
     )
     for panel, loads, title in zip(panels, (picture.before, picture.after), titles, strict=True):

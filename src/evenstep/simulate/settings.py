@@ -12,9 +12,10 @@ import numpy.typing as npt
 from evenstep.cost import DEFAULT_COST, CostModel
 from evenstep.plan import Algorithm
 
-__all__ = ["Oversized", "Settings", "Sync", "fitting", "usual_seq_len"]
+__all__ = ["Oversized", "Reference", "Settings", "Sync", "fitting", "usual_seq_len"]
 
 Oversized = Literal["truncate", "split", "drop"]
+Reference = Literal["shuffled", "sampler", "greedy"]
 Sync = Literal["micro_batch", "step"]
 
 
@@ -33,11 +34,14 @@ class Settings:
         sync: Where ranks wait for each other: at every micro-batch or once a step.
         oversized: What happens to a document longer than a row.
         fill: A step ends at this share of its room; None means as full as it gets.
-        reference: Where documents are before planning: in packed rows of random order (a loader that packs, or
-            an external stream), or where `TokenBudgetSampler` puts them, largest first.
+        reference: Where documents are before planning, and what layouts are compared with: ``"shuffled"``, packed rows in
+            random order (a loader that packs well, or an external stream); ``"sampler"``, the same, but planned from where
+            `TokenBudgetSampler` puts them, largest first; ``"greedy"``, rows that documents fill as they come, the next
+            one wherever a document does not fit, dealt to the ranks in turn (what ``evenstep demo`` compares with).
         order: ``"shuffled"`` or ``"sequential"``, the order in which documents are read.
         seed: Of the shuffled order, and of the rows' order in the loader that is compared with.
         steps: Optimizer steps to sample for each dp size, spread evenly over an epoch.
+        consecutive: Sample the first steps of the epoch instead.
         seconds: Sample fewer steps than that, but at least one of each dp size, once planning has taken this
             long; None means however long it takes.
         bytes_per_token: Payload that moves with a token.
@@ -58,10 +62,11 @@ class Settings:
     sync: Sync = "micro_batch"
     oversized: Oversized = "truncate"
     fill: float | None = None
-    reference: Literal["shuffled", "sampler"] = "shuffled"
+    reference: Reference = "shuffled"
     order: Literal["shuffled", "sequential"] = "shuffled"
     seed: int = 0
     steps: int = 5
+    consecutive: bool = False
     seconds: float | None = None
     bytes_per_token: int = 8
     min_gain: float = 0.0
@@ -79,7 +84,7 @@ class Settings:
         choices: dict[str, tuple[str, ...]] = {
             "sync": get_args(Sync),
             "oversized": get_args(Oversized),
-            "reference": ("shuffled", "sampler"),
+            "reference": get_args(Reference),
             "order": ("shuffled", "sequential"),
         }
         for name, allowed in choices.items():
@@ -90,6 +95,11 @@ class Settings:
                 raise ValueError(
                     f"algorithm {algorithm!r} is unknown, expected one of {', '.join(get_args(Algorithm))}"
                 )
+        if self.reference == "greedy" and (self.fill is not None or self.order != "shuffled"):
+            raise ValueError(
+                f"reference='greedy' fills rows with shuffled documents as they come; fill={self.fill!r} and "
+                f"order={self.order!r} would mean nothing there, leave them away"
+            )
         if self.fill is not None and not 0 < self.fill <= 1:
             raise ValueError(f"fill is {self.fill!r}, expected a share of a step's room in (0, 1]")
         if self.seconds is not None and not self.seconds > 0:
@@ -126,14 +136,17 @@ def usual_seq_len(lengths: npt.NDArray[np.int64]) -> int:
     return 1 << max(10, math.ceil(math.log2(max(1, float(np.quantile(lengths, 0.99))))))
 
 
-def fitting(lengths: npt.NDArray[np.int64], seq_len: int, oversized: Oversized) -> npt.NDArray[np.int64]:
-    """``lengths`` made to fit into rows of ``seq_len`` tokens, without empty documents."""
-    lengths = lengths[lengths > 0]
+def fitting(
+    lengths: npt.NDArray[np.int64], seq_len: int, oversized: Oversized, *, keep_empty: bool = False
+) -> npt.NDArray[np.int64]:
+    """``lengths`` made to fit into rows of ``seq_len`` tokens, without empty documents unless told otherwise."""
+    if not keep_empty:
+        lengths = lengths[lengths > 0]
     if oversized == "truncate":
         return np.minimum(lengths, seq_len)
     if oversized == "drop":
         return lengths[lengths <= seq_len]
-    pieces = -(-lengths // seq_len)
+    pieces = np.maximum(1, -(-lengths // seq_len))
     split = np.full(int(pieces.sum()), seq_len, dtype=np.int64)
     split[np.cumsum(pieces) - 1] = lengths - (pieces - 1) * seq_len
     return split

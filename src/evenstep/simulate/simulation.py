@@ -14,96 +14,14 @@ from evenstep.cost import padding_cost
 from evenstep.plan import Algorithm, Objective, PackingConstraints, plan_window
 from evenstep.plan.metrics import moved, rank_of
 from evenstep.progress import Progress, no_progress
-from evenstep.simulate.settings import Settings, Sync, fitting
-from evenstep.simulate.steps import SampledStep, sampled_steps
+from evenstep.simulate.outcome import Outcome, Simulation, StepPicture
+from evenstep.simulate.settings import Settings, fitting
+from evenstep.simulate.steps import GREEDY, SAMPLER, SHUFFLED, SampledStep, sampled_steps
 
-__all__ = ["SAMPLER", "SHUFFLED", "Outcome", "Simulation", "StepPicture", "simulate"]
+__all__ = ["GREEDY", "SAMPLER", "SHUFFLED", "Outcome", "Simulation", "StepPicture", "simulate"]
 
-SHUFFLED = "shuffled rows"
-SAMPLER = "sampler's rows"
+_REFERENCES = {"shuffled": SHUFFLED, "sampler": SAMPLER, "greedy": GREEDY}
 _DRAWABLE = 64  # ranks that can be told apart in a picture
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """How one layout of the same sampled steps does.
-
-    Attributes:
-        dp_size: Data-parallel ranks.
-        layout: `SHUFFLED` (the packed rows in random order, as a loader deals them that packs but does not
-            balance), `SAMPLER` (where `TokenBudgetSampler` puts them) or a planning algorithm.
-        window: Micro-batches planned together; 0 where nothing is planned.
-        efficiency: Sum of mean rank costs over sum of makespans; 1 is perfect.
-        speedup: How many times faster the steps are than with `SHUFFLED`; predicted from costs.
-        slowest: ``speedup`` of the sampled step with the smallest one.
-        fastest: ``speedup`` of the sampled step with the largest one.
-        padding: Share of the rows' places that no token takes.
-        moved_tokens: Share of the tokens that leave the dp rank that reads them.
-        moved_bytes: Their payload in a step, over all ranks.
-        plan_seconds: Median time of planning one window.
-        bound_share: Lower bound over sum of makespans: 1 means that no layout within these windows is faster;
-            None where no bound is known.
-        steps: Sampled steps.
-        windows: Planned windows.
-    """
-
-    dp_size: int
-    layout: str
-    window: int
-    efficiency: float
-    speedup: float
-    slowest: float
-    fastest: float
-    padding: float
-    moved_tokens: float = 0.0
-    moved_bytes: float = 0.0
-    plan_seconds: float = 0.0
-    bound_share: float | None = None
-    steps: int
-    windows: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepPicture:
-    """Rank costs of one step before and after balancing, float64 ``[micro_batches, dp_size]``."""
-
-    sync: Sync
-    dp_size: int
-    window: int
-    algorithm: str
-    before: npt.NDArray[np.float64]
-    after: npt.NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Simulation:
-    """Everything that was found out about one file of lengths.
-
-    Attributes:
-        settings: What was simulated.
-        documents: Documents in the file.
-        empty: Documents without tokens, left out.
-        oversized: Documents longer than a row.
-        tokens: Tokens that take part.
-        outcomes: One per dp size, layout and window.
-        picture: The first step of the largest dp size up to 64 (or of the smallest above).
-        skipped: Why a dp size was left out, in words.
-    """
-
-    settings: Settings
-    documents: int
-    empty: int
-    oversized: int
-    tokens: int
-    outcomes: tuple[Outcome, ...]
-    picture: StepPicture
-    skipped: tuple[str, ...] = ()
-
-    def best(self, dp_size: int) -> Outcome:
-        """The planned layout with the largest speed-up; among nearly equal ones, that of the smallest window."""
-        planned = [o for o in self.outcomes if o.dp_size == dp_size and o.window]
-        enough = 0.995 * max(o.speedup for o in planned)
-        return min((o for o in planned if o.speedup >= enough), key=lambda o: (o.window, -o.speedup))
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,13 +39,15 @@ def simulate(
 ) -> Simulation:
     """Lay out sampled steps of documents of ``lengths`` (int64 ``[n]``) in every way that ``settings`` names.
 
-    A step is what `TokenBudgetSampler` makes of consecutive documents, so that all layouts of a dp size hold
-    the same documents, and are compared step by step.
+    A step is what `TokenBudgetSampler` makes of consecutive documents (or a greedy loader, which `Settings.reference` asks
+    for), so that all layouts of a dp size hold the same documents, and are compared step by step.
 
     Raises:
         ValueError: The documents do not fill one step of any dp size, or all of them cost 0.
     """
-    fit = fitting(lengths, settings.seq_len, settings.oversized)
+    # Empty documents have their place in the order of a greedy loader, as they have in its dataset.
+    greedy = settings.reference == "greedy"
+    fit = fitting(lengths, settings.seq_len, settings.oversized, keep_empty=greedy)
     outcomes: list[Outcome] = []
     pictures: list[StepPicture] = []
     skipped: list[str] = []
@@ -184,15 +104,17 @@ def _every_layout(
         for (window, algorithm), layouts in planned.items():
             layouts.append(_planned(step, settings, dp_size, window, algorithm))
             advance(1)
-    shuffled = [_unplanned(step, step.shuffled, settings, dp_size) for step in steps]
-    packed = [_unplanned(step, step.sampler, settings, dp_size) for step in steps]
+    names = list(steps[0].layouts)
+    unplanned = {
+        name: [_unplanned(step, step.layouts[name], settings, dp_size) for step in steps] for name in names
+    }
+    before = unplanned[names[0]]
     outcomes = [
-        _outcome(settings, dp_size, SHUFFLED, 0, steps, shuffled, shuffled),
-        _outcome(settings, dp_size, SAMPLER, 0, steps, packed, shuffled),
+        _outcome(settings, dp_size, name, 0, steps, layouts, before) for name, layouts in unplanned.items()
     ]
-    best, after = 0.0, (0, "", shuffled[0].loads)
+    best, after = 0.0, (0, "", before[0].loads)
     for (window, algorithm), layouts in planned.items():
-        outcome = _outcome(settings, dp_size, algorithm, window, steps, layouts, shuffled)
+        outcome = _outcome(settings, dp_size, algorithm, window, steps, layouts, before)
         outcomes.append(outcome)
         if outcome.speedup > best:
             best, after = outcome.speedup, (window, algorithm, layouts[0].loads)
@@ -202,7 +124,8 @@ def _every_layout(
         dp_size=dp_size,
         window=after[0],
         algorithm=after[1],
-        before=shuffled[0].loads + padding,
+        baseline=names[0],
+        before=before[0].loads + padding,
         after=after[2] + padding,
     )
 
@@ -222,7 +145,7 @@ def _planned(
     step: SampledStep, settings: Settings, dp_size: int, window: int, algorithm: Algorithm
 ) -> _Layout:
     per_micro_batch = settings.micro_batch_size * dp_size
-    row = step.shuffled if settings.reference == "shuffled" else step.sampler
+    row = step.layouts[_REFERENCES[settings.reference]]
     micro_batch = row // per_micro_batch
     loads, seconds, moved_tokens, bound = [], [], 0, 0.0
     for begin in range(0, settings.accumulation_steps, window):
@@ -260,12 +183,12 @@ def _outcome(
     window: int,
     steps: list[SampledStep],
     layouts: list[_Layout],
-    shuffled: list[_Layout],
+    baseline: list[_Layout],
 ) -> Outcome:
     objective = Objective(sync=settings.sync)
     floor = _padded_micro_batch(settings) * settings.accumulation_steps
     spans = np.array([objective.score(layout.loads) for layout in layouts]) + floor
-    before = np.array([objective.score(layout.loads) for layout in shuffled]) + floor
+    before = np.array([objective.score(layout.loads) for layout in baseline]) + floor
     means = np.array([layout.loads.sum() for layout in layouts]) / dp_size + floor
     bounds = np.array([layout.bound for layout in layouts])
     tokens = np.array([step.tokens.sum() for step in steps])
