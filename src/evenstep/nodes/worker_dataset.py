@@ -31,9 +31,6 @@ class GuardedDataset(Dataset[Any]):
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
 
-    def __getitem__(self, index: Any) -> Any:
-        raise NotImplementedError("read by __getitems__")
-
     def __getitems__(self, chunk: Chunk) -> list[Any]:
         """The samples of a chunk; `FailedSample` where one could not be read."""
         key, indices = chunk

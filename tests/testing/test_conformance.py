@@ -1,0 +1,227 @@
+"""The conformance check passes a node that keeps the contract, and tells each breach of it in words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torchdata.nodes import BaseNode
+
+from evenstep.testing import assert_node_conforms
+
+
+class Counter(BaseNode[int]):
+    """Ten times the epoch and the number of each of four items; the bugs below break one law each."""
+
+    length = 4
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.epoch, self.at, self.ended = -1, 0, False
+
+    def reset(self, initial_state: dict[str, Any] | None = None) -> None:
+        super().reset(initial_state)
+        self.ended = False
+        if initial_state is None:
+            self.epoch, self.at = self.epoch + 1, 0
+        else:
+            self.load(initial_state)
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.epoch, self.at = state["epoch"], state["at"]
+
+    def next(self) -> int:
+        if self.at >= self.length:
+            self.ended = True
+            raise StopIteration
+        self.at += 1
+        return 10 * self.epoch + self.at - 1
+
+    def get_state(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "at": self.at}
+
+
+class GoesOnAfterItsEnd(Counter):
+    def next(self) -> int:
+        if self.ended:
+            return -1
+        return super().next()
+
+
+class Endless(Counter):
+    length = 10**9
+
+
+class HandsOutASet(Counter):
+    def get_state(self) -> dict[str, Any]:
+        return {**super().get_state(), "seen": {1}}
+
+
+class HandsOutATuple(Counter):
+    def get_state(self) -> dict[str, Any]:
+        return {**super().get_state(), "seen": (1,)}
+
+
+class GrowsItsState(Counter):
+    def get_state(self) -> dict[str, Any]:
+        return {**super().get_state(), "seen": [0] * self.at}
+
+
+class MovesWhenAsked(Counter):
+    def get_state(self) -> dict[str, Any]:
+        state = super().get_state()
+        self.at += self.at == 1
+        return state
+
+
+class CountsQuestions(Counter):
+    asked = 0
+
+    def get_state(self) -> dict[str, Any]:
+        self.asked += 1
+        return {**super().get_state(), "asked": self.asked}
+
+
+class RestoresTooFar(Counter):
+    def load(self, state: dict[str, Any]) -> None:
+        super().load(state)
+        self.at += self.at == 2
+
+
+class ForgetsItsEpoch(Counter):
+    def load(self, state: dict[str, Any]) -> None:
+        self.epoch, self.at = 0, state["at"]
+
+
+class RestoresAnotherState(Counter):
+    restored = False
+
+    def load(self, state: dict[str, Any]) -> None:
+        super().load(state)
+        self.restored = True
+
+    def get_state(self) -> dict[str, Any]:
+        return {**super().get_state(), "restored": self.restored}
+
+
+class HasOneEpoch(Counter):
+    def next(self) -> int:
+        if self.epoch:
+            raise StopIteration
+        return super().next()
+
+
+BREACHES: list[tuple[type[Counter], str]] = [
+    (GoesOnAfterItsEnd, "the end is not sticky: after StopIteration came -1"),
+    (Endless, "the epoch has more than 20 items; is it endless?"),
+    (
+        HandsOutASet,
+        "the state after item 0 is no JSON: Object of type set is not JSON serializable: {'epoch': 0, 'at': 0, 'seen': {1}}",
+    ),
+    (
+        HandsOutATuple,
+        "the state after item 0 does not survive JSON: {'epoch': 0, 'at': 0, 'seen': (1,)} became "
+        "{'epoch': 0, 'at': 0, 'seen': [1]}",
+    ),
+    (
+        GrowsItsState,
+        "the state after item 1 has another shape than at the beginning: {'epoch': 0, 'at': 1, 'seen': [0]}, "
+        "{'epoch': 0, 'at': 0, 'seen': []}",
+    ),
+    (
+        MovesWhenAsked,
+        "item 1 of a second node, whose state was not taken before each item is int 1, expected int 2",
+    ),
+    (
+        CountsQuestions,
+        "taken twice after item 1, the state differs: {'epoch': 0, 'at': 2, 'asked': 1}, "
+        "{'epoch': 0, 'at': 2, 'asked': 2}",
+    ),
+    (RestoresTooFar, "restored after item 2 of 4, 1 items came, expected 2"),
+    (ForgetsItsEpoch, "item 2 of a node restored after item 2 is int 2, expected int 12"),
+    (
+        RestoresAnotherState,
+        "the state after item 0 of a node restored after item 0: {'epoch': 0, 'at': 0, 'restored': True}, "
+        "{'epoch': 0, 'at': 0, 'restored': False}",
+    ),
+    (HasOneEpoch, "the epoch after the first one is empty"),
+]
+
+
+def test_a_right_node_conforms() -> None:
+    assert_node_conforms(Counter)
+
+
+@pytest.mark.parametrize(("bug", "message"), BREACHES)
+def test_each_breach_is_told(bug: type[Counter], message: str) -> None:
+    with pytest.raises(AssertionError, match=f"^{re.escape(message)}$"):
+        assert_node_conforms(bug, max_items=20)
+
+
+class Failing(Counter):
+    """Fails at its third item, for good and with the same error."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.error = OSError("no such block")
+
+    def next(self) -> int:
+        if self.at == 2:
+            raise self.error
+        return super().next()
+
+
+class Recovers(Failing):
+    def next(self) -> int:
+        if self.at == 2:
+            self.at = 3
+            raise self.error
+        return super().next()
+
+
+class FailsAnew(Failing):
+    def next(self) -> int:
+        if self.at == 2:
+            raise OSError("no such block")
+        return super().next()
+
+
+def test_a_node_that_fails_for_good_conforms() -> None:
+    assert_node_conforms(Counter, build_failing=Failing)
+
+
+@pytest.mark.parametrize(
+    ("failing", "message"),
+    [
+        (Counter, "the failing node ended without an error"),
+        (Endless, "the failing node gave 20 items without an error"),
+        (Recovers, "the error OSError('no such block') is not sticky: after it came 3"),
+        (
+            FailsAnew,
+            "after OSError('no such block') the node raised OSError('no such block'): an error stays the same object",
+        ),
+    ],
+)
+def test_each_wrong_way_to_fail_is_told(failing: Callable[[], BaseNode[int]], message: str) -> None:
+    with pytest.raises(AssertionError, match=f"^{re.escape(message)}$"):
+        assert_node_conforms(Counter, build_failing=failing, max_items=20)
+
+
+def test_every_node_is_closed_whatever_was_found() -> None:
+    closed: list[Counter] = []
+
+    class Closing(HasOneEpoch):
+        def close(self) -> None:
+            closed.append(self)
+
+    built: list[Counter] = []
+
+    def build() -> Counter:
+        built.append(Closing())
+        return built[-1]
+
+    with pytest.raises(AssertionError):
+        assert_node_conforms(build)
+    assert closed == built != []
