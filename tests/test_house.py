@@ -36,6 +36,8 @@ def test_import_needs_nothing_optional_and_warns_of_nothing() -> None:
         import torch, torchdata.nodes
         before = set(sys.modules)
         import evenstep
+        for name in evenstep.__all__:
+            getattr(evenstep, name)
         print(*sorted(set(sys.modules) - before))
     """
     done = subprocess.run(

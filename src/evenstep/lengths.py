@@ -10,19 +10,18 @@ from collections.abc import Callable, Iterator
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from evenstep.config import LoaderConfig
 from evenstep.errors import SampleError
-from evenstep.nodes.describe import Describer
-from evenstep.nodes.fetch import Fetcher, InlineFetcher, Pending, ThreadFetcher, Unreadable
-from evenstep.nodes.sample_seed import SeedKey
-from evenstep.nodes.worker_processes import ProcessFetcher
 from evenstep.progress import no_progress, terminal_progress
 from evenstep.shown import shown
+
+if TYPE_CHECKING:  # nodes need torch, for which --help does not wait
+    from evenstep.nodes.fetch import Fetcher, Pending
 
 __all__ = ["add_arguments", "run", "scan_lengths"]
 
@@ -127,6 +126,8 @@ def scan_lengths(
         TypeError: The dataset has no length.
         ValueError: The unfinished file is of another dataset, or ``output`` does not end with ``.npy``.
     """
+    from evenstep.nodes.fetch import Unreadable
+
     final = Path(output)
     if final.suffix.lower() != ".npy":
         raise ValueError(
@@ -171,6 +172,8 @@ def _chunks(
     fetcher: Fetcher, missing: npt.NDArray[np.intp]
 ) -> Iterator[tuple[npt.NDArray[np.intp], list[Any]]]:
     """The lengths of ``missing``, the next chunk under way while one is written."""
+    from evenstep.nodes.sample_seed import SeedKey
+
     chunks = [missing[k : k + _CHUNK] for k in range(0, len(missing), _CHUNK)]
     asked: list[Pending] = []
     for k, chunk in enumerate(chunks):
@@ -180,6 +183,9 @@ def _chunks(
 
 
 def _fetcher(dataset: Any, num_workers: int, worker: str) -> Fetcher:
+    from evenstep.nodes.fetch import InlineFetcher, ThreadFetcher
+    from evenstep.nodes.worker_processes import ProcessFetcher
+
     if not num_workers:
         return InlineFetcher(dataset)
     kind = ProcessFetcher if worker == "process" else ThreadFetcher
@@ -190,6 +196,8 @@ class _Measured:
     """The dataset, of which only lengths leave a worker."""
 
     def __init__(self, dataset: Any, metadata_fn: Callable[[Any], Any] | None) -> None:
+        from evenstep.nodes.describe import Describer
+
         self._dataset = dataset
         self._describe = Describer(LoaderConfig(seq_len=_ANY_LENGTH), metadata_fn)
 

@@ -2,7 +2,8 @@
 
 Which file does what:
 
-    command.py     the command line, and the demo from start to end
+    options.py     the command line
+    command.py     the demo from start to end
     corpus.py      the documents: files of text
     tokens.py      their tokens on disk, cut to pieces that fit a row
     greedy.py      the reference layout: what an ordinary packed sampler gives
@@ -22,14 +23,9 @@ from __future__ import annotations
 
 import argparse
 
+from evenstep.demo.options import add_arguments
+
 __all__ = ["add_arguments", "run"]
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of ``evenstep demo``."""
-    from evenstep.demo.command import add_arguments as add
-
-    add(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from evenstep.sampling.hashing import mix64, stream_digest
 from evenstep.sampling.order import check_seed
@@ -165,6 +164,8 @@ class _TorchOrder:
 
     def _snapshot(self) -> tuple[Any, Any] | None:
         """The sampler's own state, or None if it has none."""
+        import torch  # takes most of a second, which samplers without torch need not wait for
+
         generator = getattr(self.sampler, "generator", None)
         drawn = generator.get_state() if isinstance(generator, torch.Generator) else None
         own = copy.deepcopy(self.sampler.state_dict()) if self._stateful else None
@@ -181,6 +182,8 @@ class _TorchOrder:
 @contextmanager
 def _seeded(sampler: Any, seed: int) -> Iterator[None]:
     """Inside, ``sampler`` draws from random state set by ``seed``; outside, nothing has changed."""
+    import torch
+
     if getattr(sampler, "generator", ...) is None:
         sampler.generator = torch.Generator().manual_seed(seed)
         try:

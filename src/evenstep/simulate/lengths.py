@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from evenstep.datasets.megatron_index import MegatronIndex
 from evenstep.progress import Progress, no_progress
 
 __all__ = ["read_lengths"]
@@ -51,6 +50,8 @@ def read_lengths(
     if ending == ".npy":
         values = np.load(path, mmap_mode="r", allow_pickle=False)
     elif ending == ".idx":
+        from evenstep.datasets.megatron_index import MegatronIndex  # its package needs torch
+
         values = MegatronIndex.read(path).document_lengths()
     elif ending == ".parquet":
         values = _read_parquet(path, column)
