@@ -58,9 +58,6 @@ class RowNeeds:
                     "the budget, or pass oversized='single'"
                 )
 
-    def __len__(self) -> int:
-        return len(self.lengths)
-
     def at(self, indices: _I64) -> tuple[_I64, _I64 | None]:
         """What the samples ``indices`` (int64 ``[n]``) take of a row.
 
