@@ -1,4 +1,7 @@
-"""The ``evenstep`` command: finds the subcommand that was asked for, and imports nothing else."""
+"""The ``evenstep`` command: finds the subcommand that was asked for, and imports nothing else.
+
+Options are declared without torch, so that every help answers at once; what runs is imported when it runs.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +95,8 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
         if name == "bench":
             _add_benches(command, words)
         elif words[:1] == [name]:
-            _fill(command, f"evenstep.{name}")
+            import_module(f"evenstep.{name}").add_arguments(command)
+            command.set_defaults(module=f"evenstep.{name}")
     return parser
 
 
@@ -102,18 +106,14 @@ def _add_benches(command: argparse.ArgumentParser, words: Sequence[str]) -> None
     for name, text in _present("evenstep.bench", BENCHES).items():
         bench = benches.add_parser(name, help=text, description=_sentence(text))
         if list(words) == ["bench", name]:
-            _fill(bench, f"evenstep.bench.{name}")
+            getattr(import_module("evenstep.bench.options"), name)(bench)
+            bench.set_defaults(module=f"evenstep.bench.{name}")
     everything = benches.add_parser(
         "all",
         help="all of them, one after the other",
         description="Run every benchmark without options, the long ones with --quick.",
     )
     everything.set_defaults(module="all")
-
-
-def _fill(parser: argparse.ArgumentParser, module: str) -> None:
-    import_module(module).add_arguments(parser)
-    parser.set_defaults(module=module)
 
 
 def _present(package: str, names: Mapping[str, str]) -> dict[str, str]:

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 
 from evenstep.bench.machine import as_line, describe_machine
+from evenstep.bench.options import KIB
+from evenstep.bench.options import broadcast as add_arguments
 from evenstep.comm.broadcast import BatchBroadcast
 from evenstep.comm.process_group import ProcessGroupCommunicator
 from evenstep.cursor import Cursor
@@ -23,19 +25,10 @@ from evenstep.testing import run_ranks
 __all__ = ["add_arguments", "measure", "run"]
 
 _TENSORS = 12
-_KIB = (24, 192, 4096, 16384, 65536)
 _WARM_UP = 3
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of ``evenstep bench broadcast``."""
-    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="ranks of the replica, over gloo")
-    parser.add_argument("--kib", type=int, nargs="+", default=list(_KIB), metavar="N", help="KiB of a batch")
-    parser.add_argument("--repeats", type=int, default=40, metavar="N", help="batches of each size")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-
-
-def measure(*, ranks: int = 2, kib: tuple[int, ...] = _KIB, repeats: int = 40) -> dict[str, Any]:
+def measure(*, ranks: int = 2, kib: tuple[int, ...] = KIB, repeats: int = 40) -> dict[str, Any]:
     """Median seconds until the last rank has a batch of 12 tensors, and twice without evenstep.
 
     ``raw`` is one broadcast of as many bytes into the same memory every time; ``each`` is one broadcast per tensor

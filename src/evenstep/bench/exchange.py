@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from evenstep.bench.gather import measure_gather
 from evenstep.bench.machine import as_line, describe_machine
+from evenstep.bench.options import exchange as add_arguments
 from evenstep.bench.payload import measure_exchange, measure_huge
 from evenstep.bench.windows import count_collectives
 from evenstep.comm.gloo_threads import destroy_process_group
@@ -21,27 +22,6 @@ from evenstep.testing import run_ranks
 __all__ = ["add_arguments", "as_text", "measure", "run"]
 
 _TIMEOUT = timedelta(minutes=5)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of ``evenstep bench exchange``."""
-    parser.add_argument(
-        "--ranks", type=int, nargs="+", default=[2, 4], metavar="N",
-        help="local ranks to start, one run for each number; under torchrun its ranks are used",
-    )  # fmt: skip
-    parser.add_argument(
-        "--mib", type=float, nargs="+", default=[8.0, 32.0], metavar="N", help="MiB that each rank sends"
-    )
-    parser.add_argument(
-        "--sample-kib", type=int, nargs="+", default=[128, 16, 2], metavar="N", help="sizes of a sample"
-    )
-    parser.add_argument("--metadata", type=int, default=2000, metavar="N", help="samples a rank in a gather")
-    parser.add_argument("--repeats", type=int, default=51, metavar="N", help="runs of each measurement")
-    parser.add_argument(
-        "--huge-gib", type=float, metavar="N",
-        help="instead: one exchange of N GiB a rank (needs twice that in memory, a rank), every sample checked",
-    )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
 def run(args: argparse.Namespace) -> int:

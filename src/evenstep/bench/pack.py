@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from evenstep.bench.machine import as_line, describe_machine
+from evenstep.bench.options import pack as add_arguments
 from evenstep.packing import collate_rows, collate_varlen, fused, pack_text
 
 __all__ = ["add_arguments", "measure", "run"]
@@ -21,22 +22,6 @@ Rows = list[list[dict[str, torch.Tensor]]]
 RUNS = 10
 COPIED = 64 * 2**20  # more than caches hold
 COLLATES: dict[str, Callable[[list[Any]], Any]] = {"padded": collate_rows, "varlen": collate_varlen}
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of ``evenstep bench pack``."""
-    parser.add_argument("--seq-len", type=int, default=8192, help="tokens of a row (default: %(default)s)")
-    parser.add_argument("--rows", type=int, default=8, help="rows of a micro-batch (default: %(default)s)")
-    parser.add_argument(
-        "--document", type=int, default=500, help="mean tokens of a document (default: %(default)s)"
-    )
-    parser.add_argument("--labels", action="store_true", help="samples bring labels of their own")
-    parser.add_argument("--shifted", action="store_true", help="labels are shifted by the packer")
-    parser.add_argument(
-        "--repeats", type=int, default=100, help="runs of each; the best counts (default: %(default)s)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the lengths (default: %(default)s)")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
 
 
 def run(args: argparse.Namespace) -> int:

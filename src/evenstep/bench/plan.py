@@ -4,28 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from typing import Any
 
 from evenstep.bench.machine import as_line, describe_machine
+from evenstep.bench.options import plan as add_arguments
 from evenstep.bench.plan_cases import CASES, COST_MODEL
 from evenstep.bench.plan_figure import save_growth
 from evenstep.bench.plan_measures import compare, growth, interference, movement, speed
 from evenstep.bench.plan_peers import PEERS, optional_peers
 
 __all__ = ["add_arguments", "compare", "growth", "interference", "movement", "run", "speed"]
-
-_PARTS = ("quality", "movement", "speed", "growth", "interference")
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of ``evenstep bench plan``."""
-    parser.add_argument("--draws", type=int, default=10, metavar="N", help="windows per case")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--cases", nargs="*", choices=sorted(CASES), metavar="CASE", help="default: all")
-    parser.add_argument("--parts", nargs="*", choices=_PARTS, default=_PARTS[:3], help="what to measure")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the growth of time (.svg, .png)")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
 def run(args: argparse.Namespace) -> int:

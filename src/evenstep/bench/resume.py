@@ -16,24 +16,11 @@ from torch.utils.data import SequentialSampler
 from torchdata.nodes import SamplerWrapper
 
 from evenstep.bench.machine import as_line, describe_machine
+from evenstep.bench.options import resume as add_arguments
 from evenstep.cursor import Cursor
 from evenstep.sampling import KeyedPermutation, StepSampler
 
 __all__ = ["add_arguments", "measure", "run"]
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of ``evenstep bench resume``."""
-    parser.add_argument("--samples", type=int, default=10**12, metavar="N", help="samples of the epoch")
-    parser.add_argument("--position", type=int, default=10**11, metavar="N", help="where to restore")
-    parser.add_argument("--global-batch-size", type=int, default=1024, metavar="N")
-    parser.add_argument(
-        "--fast-forward", type=int, default=2_000_000, metavar="N",
-        help="items that torchdata's SamplerWrapper fast-forwards over; its time at the position is scaled up",
-    )  # fmt: skip
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="runs of each measurement")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
 def measure(

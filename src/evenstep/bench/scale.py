@@ -6,44 +6,19 @@ import argparse
 import json
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from evenstep.bench.machine import as_line, describe_machine
+from evenstep.bench.options import DP_SIZES, GROUPS, QUICK_SIZES
+from evenstep.bench.options import scale as add_arguments
 from evenstep.bench.scale_measures import ALGORITHMS, Study
 from evenstep.bench.scale_network import Network
 from evenstep.bench.scale_windows import SEQ_LEN, Step
 
 __all__ = ["add_arguments", "as_text", "groups_begin", "measure", "run"]
 
-_DP_SIZES = (8, 64, 512, 1024, 4096, 16_384)
-_QUICK = (8, 64, 512)
-_GROUPS = (8, 64, 512)
 
 IN_ALL = ["--quick"]
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of ``evenstep bench scale``."""
-    parser.add_argument(
-        "--dp-sizes", type=int, nargs="+", metavar="N", help=f"data-parallel ranks (default: {_DP_SIZES})"
-    )
-    parser.add_argument(
-        "--groups", type=int, nargs="+", default=list(_GROUPS), metavar="N",
-        help="ranks of a balance group; 8 is a node of 8 (default: 8 64 512)",
-    )  # fmt: skip
-    parser.add_argument("--micro-batches", type=int, default=4, metavar="N", help="micro-batches of a step")
-    parser.add_argument(
-        "--step-seconds", type=float, default=10.0, metavar="S",
-        help="a perfectly even step (default: 10; 4 rows of 32,768 tokens of a 7B model on an H100 take longer)",
-    )  # fmt: skip
-    parser.add_argument("--alpha-us", type=float, default=20.0, metavar="US", help="network: a message")
-    parser.add_argument("--gbit", type=float, default=25.0, metavar="N", help="network: Gbit/s of a rank")
-    parser.add_argument("--limit", type=float, default=30.0, metavar="S", help="longest plan that is tried")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it: .png or .svg")
-    parser.add_argument("--quick", action="store_true", help=f"{_QUICK} ranks only")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -55,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
         return 2
     try:
         result = measure(
-            dp_sizes=tuple(args.dp_sizes or (_QUICK if args.quick else _DP_SIZES)),
+            dp_sizes=tuple(args.dp_sizes or (QUICK_SIZES if args.quick else DP_SIZES)),
             groups=tuple(args.groups),
             micro_batches=args.micro_batches,
             step_seconds=args.step_seconds,
@@ -78,8 +53,8 @@ def run(args: argparse.Namespace) -> int:
 
 def measure(
     *,
-    dp_sizes: tuple[int, ...] = _DP_SIZES,
-    groups: tuple[int, ...] = _GROUPS,
+    dp_sizes: tuple[int, ...] = DP_SIZES,
+    groups: tuple[int, ...] = GROUPS,
     micro_batches: int = 4,
     step_seconds: float = 10.0,
     alpha: float = 20e-6,

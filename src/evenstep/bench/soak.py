@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from evenstep.bench.machine import as_line, describe_machine
+from evenstep.bench.options import soak as add_arguments
 from evenstep.bench.soak_samples import SEQ_LEN, SoakSamples, digest_of, keep, mix, together
 from evenstep.build import build_loader
 from evenstep.comm.gather_bytes import gather_bytes
@@ -37,29 +38,6 @@ _LOOKS = 120
 _GROWTH = 0.02  # of the resident memory, between the second quarter of the time and the last
 _LEAST_GROWTH = 8 << 20  # allocators give and take so much
 _TIMEOUT = timedelta(minutes=5)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of ``evenstep bench soak``."""
-    parser.add_argument("--minutes", type=float, default=0.5, metavar="N", help="how long; a soak takes 30")
-    parser.add_argument(
-        "--ranks",
-        type=int,
-        default=4,
-        metavar="N",
-        help="local ranks to start; under torchrun its ranks are used",
-    )
-    parser.add_argument(
-        "--pause-ms",
-        type=float,
-        default=40.0,
-        metavar="MS",
-        help="compute per micro-batch, simulated by a pause",
-    )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--json", action="store_true", help="print JSON instead of text, with every look at a rank"
-    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torchdata.nodes import BaseNode, IterableWrapper
 
 from evenstep.bench.machine import as_line, describe_machine
+from evenstep.bench.options import stall as add_arguments
 from evenstep.build import build_loader
 from evenstep.config import LoaderConfig
 from evenstep.nodes import DevicePrefetch, PinMemory
@@ -48,43 +49,6 @@ class _Documents:
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         time.sleep(self._read_seconds)
         return {"input_ids": torch.arange(int(self._lengths[index]))}
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of ``evenstep bench stall``."""
-    parser.add_argument(
-        "--ranks",
-        type=int,
-        default=2,
-        metavar="N",
-        help="data-parallel ranks, over gloo (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--compute-ms",
-        type=float,
-        default=50.0,
-        metavar="MS",
-        help="compute per micro-batch, simulated (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--read-ms",
-        type=float,
-        default=5.0,
-        metavar="MS",
-        help="reading time of a sample (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--micro-batches",
-        type=int,
-        default=60,
-        metavar="N",
-        help="micro-batches to measure (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--seq-len", type=int, default=8192, metavar="N", help="tokens of a row (default: %(default)s)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the lengths (default: %(default)s)")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
 def measure(

@@ -13,6 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from evenstep.bench.machine import as_line, describe_machine
+from evenstep.bench.options import train as add_arguments
 from evenstep.bench.train_ranks import EVENSTEP, GROUPED, LAYOUTS, PADDED, Contest, Trained, train_all
 from evenstep.demo.checks import LEAST_CORE, core_share
 from evenstep.demo.corpus import find_corpus
@@ -31,27 +32,6 @@ _MEANING = {
 }
 
 IN_ALL = ["--quick"]
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of ``evenstep bench train``."""
-    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="local ranks, over gloo")
-    parser.add_argument(
-        "--corpus", type=Path, metavar="DIR", help="folder of text files (default: Python's standard library)"
-    )
-    parser.add_argument("--seq-len", type=int, metavar="N", help="tokens of a row (default: 4096)")
-    parser.add_argument(
-        "--micro-batch-size", type=int, default=2, metavar="N",
-        help="rows of a micro-batch, or documents where each is padded (default: 2)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--documents", type=int, metavar="N", help="documents of an optimizer step (default: 24)"
-    )
-    parser.add_argument("--steps", type=int, metavar="N", help="optimizer steps of a round (default: 2)")
-    parser.add_argument("--rounds", type=int, metavar="N", help="rounds (default: 3)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help="rows of 1,024 tokens, 2 rounds of 2 steps")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -11,13 +11,14 @@ from typing import Any, Literal
 import torch
 
 from evenstep.bench.machine import as_line, describe_machine
+from evenstep.bench.options import STEP_SAMPLES
+from evenstep.bench.options import workers as add_arguments
 from evenstep.build import build_loader
 from evenstep.config import LoaderConfig
 from evenstep.sampling import StepSampler
 
 __all__ = ["add_arguments", "measure", "run"]
 
-_ROWS = 64  # per step, and so samples per window
 _MICRO_BATCH = 4
 _WARM_UP = 2  # steps
 _LONGEST = 60
@@ -30,7 +31,7 @@ class _Waiting:
 
     def __init__(self, steps: int, read_seconds: float) -> None:
         self._read_seconds = read_seconds
-        self.lengths = [1 + index % _LONGEST for index in range(steps * _ROWS)]
+        self.lengths = [1 + index % _LONGEST for index in range(steps * STEP_SAMPLES)]
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -38,15 +39,6 @@ class _Waiting:
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         time.sleep(self._read_seconds)
         return {"input_ids": torch.arange(self.lengths[index])}
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of ``evenstep bench workers``."""
-    parser.add_argument("--workers", type=int, default=4, metavar="N", help="threads or processes")
-    parser.add_argument("--read-ms", type=float, default=8.0, metavar="MS", help="reading time of a sample")
-    parser.add_argument("--steps", type=int, default=16, metavar="N", help=f"steps of {_ROWS} samples")
-    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="runs of each measurement")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
 def measure(
@@ -79,7 +71,7 @@ def measure(
         "workers": workers,
         "read_seconds": read_seconds,
         "steps": steps,
-        "samples_per_step": _ROWS,
+        "samples_per_step": STEP_SAMPLES,
         "single_seconds_per_sample": min(single),
         **{graph: {} for graph in _GRAPHS},
     }
@@ -99,13 +91,13 @@ def _run(
     """Seconds per sample once warm, and until the first batch."""
     dataset = _Waiting(steps, read_seconds)
     config = LoaderConfig(seq_len=_LONGEST, micro_batch_size=_MICRO_BATCH, **(options or {}))
-    sampler = StepSampler(len(dataset), global_batch_size=_ROWS)
+    sampler = StepSampler(len(dataset), global_batch_size=STEP_SAMPLES)
     metadata = dataset.lengths if known else None
     with build_loader(dataset, None, config, sampler=sampler, metadata=metadata) as loader:
         begin = time.perf_counter()
         arrivals = [time.perf_counter() - begin for _ in loader]
-    ends = arrivals[_ROWS // _MICRO_BATCH - 1 :: _ROWS // _MICRO_BATCH]
-    return (ends[-2] - ends[_WARM_UP - 1]) / (steps - 1 - _WARM_UP) / _ROWS, arrivals[0]
+    ends = arrivals[STEP_SAMPLES // _MICRO_BATCH - 1 :: STEP_SAMPLES // _MICRO_BATCH]
+    return (ends[-2] - ends[_WARM_UP - 1]) / (steps - 1 - _WARM_UP) / STEP_SAMPLES, arrivals[0]
 
 
 def run(args: argparse.Namespace) -> int:
