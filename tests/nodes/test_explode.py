@@ -202,7 +202,7 @@ def open_row(row: Any) -> Any:
     return [{"input_ids": torch.full((n,), 10 + n)} for n in row]
 
 
-def train_rows(metadata: Any, **options: Any) -> Any:
+def train_rows(metadata: Any, explode: Any = open_row, **options: Any) -> Any:
     config = LoaderConfig(seq_len=8, **options)
     sampler = StepSampler(4, global_batch_size=4, order="sequential")
     heard: list[Any] = []
@@ -211,7 +211,7 @@ def train_rows(metadata: Any, **options: Any) -> Any:
         None,
         config,
         sampler=sampler,
-        explode=open_row,
+        explode=explode,
         metadata=metadata,
         on_balance=heard.append,
         pack=documents_of,
@@ -234,6 +234,18 @@ def test_documents_of_known_length_meet_the_policies() -> None:
         train_rows(records(*Rows.rows), empty="error")
     with pytest.raises(SampleError, match=re.escape("sample 3: OSError: no such block")):
         train_rows(records(*Rows.rows))
+
+
+def test_a_known_row_that_cannot_be_opened_is_one_that_cannot_be_read() -> None:
+    def fragile(row: Any) -> Any:
+        if row == Rows.rows[2]:
+            raise ValueError("not a packed row")
+        return open_row(row)
+
+    assert train_rows(records(*Rows.rows), fragile, on_sample_error="skip") == ([2, 3, 4], 1, 0)
+    with pytest.raises(SampleError, match=r"^sample 2: ValueError: not a packed row$") as caught:
+        train_rows(records(*Rows.rows[:3], (1,)), fragile)
+    assert caught.value.sample == 2
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,6 @@ from evenstep.nodes import (
 from evenstep.nodes.fetch import Pending, Unreadable
 from evenstep.nodes.known import known_metadata
 from evenstep.nodes.sample_seed import SeedKey
-from evenstep.nodes.worker_message import pack_message, unpack_message
 from evenstep.nodes.worker_processes import _explain
 from evenstep.sampling import sample_seed
 from evenstep.testing import SimulatedWorld, assert_same
@@ -178,11 +177,13 @@ def test_a_seed_outside_of_reading_is_refused() -> None:
         current_sample_seed()
 
 
-def test_a_message_holds_one_tensor_however_many_samples() -> None:
-    values = [Dataset_at(k) for k in range(1, 10)]
-    message = pack_message(values)
-    assert [type(part) for part in message] == [bytes, list, torch.Tensor]
-    assert_same(unpack_message(message), values)
+def test_a_reader_without_its_dataset_is_told_so() -> None:
+    message = "this rank reads samples but was built with dataset=None; pass the dataset on every reader rank"
+    config = LoaderConfig(seq_len=8)
+    reader = SamplerReader(StepSampler(4, global_batch_size=4), None, DataPlane.single(), config)
+    reader.reset()
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        next(reader)
 
 
 def test_new_epochs_reach_worker_processes() -> None:

@@ -100,6 +100,23 @@ def test_workers_live_as_long_as_the_loader_unless_their_dataset_changes(
     assert begun[1] == ([] if kept else [1])
 
 
+def test_a_failing_start_of_a_worker_is_told_as_it_is() -> None:
+    def begin(number: int) -> None:
+        raise OSError(5, "no decoder")
+
+    fetcher = ProcessFetcher(Asked(), 1, worker_init_fn=begin)
+    with pytest.raises(OSError, match=r"(?s)Caught OSError in DataLoader worker process 0\..*no decoder"):
+        fetcher.submit([0, 1], KEY).take(2)
+    fetcher.close()
+
+
+def test_closed_workers_read_nothing_more() -> None:
+    fetcher = ProcessFetcher(Asked(), 1)
+    fetcher.close()
+    with pytest.raises(RuntimeError, match=r"^the worker processes of this loader have been closed$"):
+        fetcher.submit([0], KEY)
+
+
 class Killed(Asked):
     def __getitem__(self, index: int) -> Any:
         if index == 9:
