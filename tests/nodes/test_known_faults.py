@@ -6,8 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from evenstep import DataPlane, LoaderConfig, RemoteRankError, SampleError, StepSampler, build_loader
+from evenstep import Cursor, DataPlane, LoaderConfig, RemoteRankError, SampleError, StepSampler, build_loader
+from evenstep.sampling import Step
 from evenstep.testing import SimulatedWorld
 
 CONFIG = LoaderConfig(seq_len=512, balance_window=1)
@@ -140,3 +142,68 @@ def test_a_sample_that_cannot_be_read_is_skipped_and_the_others_stay(
         f"evenstep: sample {k} is skipped: OSError: no such block" for k in (5, 6)
     }
     assert {message.split(": ", 1)[0] for message in messages} <= {f"rank {rank}" for rank in range(4)}
+
+
+class Broken:
+    """A sampler over eight samples that fails at its second step."""
+
+    rows_per_step = 4
+
+    def __init__(self) -> None:
+        self.inner = StepSampler(8, global_batch_size=4, order="sequential")
+
+    def start(self) -> Cursor:
+        return self.inner.start()
+
+    def step_at(self, cursor: Cursor) -> Step | None:
+        if cursor.consumed_samples == 4:
+            raise KeyError("no such shard")
+        return self.inner.step_at(cursor)
+
+    def __len__(self) -> int:
+        return 2
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (
+            "oversized",
+            "rank 0 failed at sample 5: SampleError: sample 5: it has 9 tokens, seq_len is 8: it fits no row. Raise "
+            "seq_len, split it (evenstep.datasets.SplitDocuments), or choose oversized='truncate' or 'single' (every rank "
+            "stops here; the traceback is on rank 0)",
+        ),
+        (
+            "budget",
+            "sample 1 of the window has patches=20, more than the budget of 10: it fits into no row. Filter such "
+            "samples, raise budgets['patches'], or set oversized='single'",
+        ),
+        (
+            "sampler",
+            "rank 0 failed: KeyError: 'no such shard' (every rank stops here; the traceback is on rank 0)",
+        ),
+    ],
+)
+def test_what_fails_ahead_is_told_on_every_rank_when_its_turn_comes(
+    fault: str, message: str, workers: int
+) -> None:
+    tokens, patches = [4] * 8, [1] * 8
+    if fault == "oversized":
+        tokens[5] = 9
+    elif fault == "budget":
+        patches[5] = 20
+    dataset = [{"input_ids": torch.arange(n)} for n in tokens]
+    sampler = Broken() if fault == "sampler" else Broken().inner
+
+    def rank(plane: DataPlane, seen: list[int]) -> None:
+        config = LoaderConfig(seq_len=8, budgets={"patches": 10.0}, num_workers=workers)
+        metadata = {"tokens": tokens, "patches": patches}
+        with build_loader(dataset, plane, config, sampler=sampler, metadata=metadata) as loader:
+            for batch in loader:
+                seen[plane.topology.rank] += batch["info"].num_samples
+
+    seen = [0, 0]
+    for outcome in SimulatedWorld(2).outcomes(rank, seen):
+        assert str(outcome) == message
+    assert seen == [2, 2]  # all of the step before
