@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import os
 import pkgutil
@@ -51,6 +52,43 @@ def test_import_needs_nothing_optional_and_warns_of_nothing() -> None:
     loaded = done.stdout.split()
     assert "evenstep" in loaded
     assert [name for name in loaded if name in HEAVY] == []
+
+
+def test_the_names_that_are_imported_late_are_those_that_checkers_see() -> None:
+    """What type checkers read is what runs: each name from the same room, and nothing else."""
+    tree = ast.parse((ROOT / "src" / "evenstep" / "__init__.py").read_text())
+    [guarded] = [node for node in tree.body if isinstance(node, ast.If) and isinstance(node.test, ast.Name)]
+    seen = {
+        alias.name: node.module
+        for node in guarded.body
+        if isinstance(node, ast.ImportFrom) and node.module is not None
+        for alias in node.names
+    }
+    assert sorted(seen) == evenstep.__all__
+    for name, module in seen.items():
+        assert getattr(evenstep, name) is getattr(importlib.import_module(module), name)
+    assert set(evenstep.__all__) <= set(dir(evenstep))
+
+
+def test_import_waits_for_no_torch_and_finds_rooms_later() -> None:
+    program = """
+        import sys
+        import evenstep
+        assert "torch" not in sys.modules
+        assert evenstep.LinearQuadraticCost(1, 0) and "torch" not in sys.modules
+        assert evenstep.nodes.Planner and "torch" in sys.modules
+        from evenstep import *
+        assert build_loader is evenstep.build.build_loader
+        evenstep.nosuch
+    """
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", textwrap.dedent(program)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=_environment(),
+    )
+    assert done.stderr.splitlines()[-1] == "AttributeError: module 'evenstep' has no attribute 'nosuch'"
 
 
 def test_the_version_is_told_once_and_the_same_everywhere() -> None:
