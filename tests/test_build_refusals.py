@@ -49,6 +49,50 @@ def test_a_global_batch_that_the_mesh_does_not_divide_is_refused_on_every_rank()
 
 
 @pytest.mark.parametrize(
+    ("config", "samples", "options", "message"),
+    [
+        (
+            {"accumulation_steps": "auto"},
+            1,
+            {},
+            "the sampler makes steps of 1 samples for 2 data-parallel ranks: some would train on nothing. Use a larger "
+            "global_batch_size or fewer ranks.",
+        ),
+        (
+            {"accumulation_steps": 3},
+            8,
+            {},
+            "accumulation_steps=3, but 8 rows a step are 4 micro-batches of 1 rows on 2 ranks. Leave it at None to derive it.",
+        ),
+        (
+            {"accumulation_steps": "auto"},
+            8,
+            {"balance_group_size": 1},
+            "balance_group_size=1 makes 2 groups with plans of their own, which neither accumulation_steps='auto' nor "
+            "resume='micro_batch' can follow; leave it at None",
+        ),
+        (
+            {"resume": "micro_batch"},
+            8,
+            {"balance_group_size": 1},
+            "balance_group_size=1 makes 2 groups with plans of their own, which neither accumulation_steps='auto' nor "
+            "resume='micro_batch' can follow; leave it at None",
+        ),
+    ],
+)
+def test_a_layout_that_no_step_fits_is_refused_on_every_rank(
+    config: dict[str, Any], samples: int, options: dict[str, Any], message: str
+) -> None:
+    def build(plane: DataPlane) -> None:
+        order = StepSampler(200, global_batch_size=samples)
+        build_loader(DATA, plane, LoaderConfig(seq_len=64, **config), sampler=order)
+
+    for outcome in SimulatedWorld(2, **options).outcomes(build):
+        assert isinstance(outcome, ValueError)
+        assert str(outcome) == message
+
+
+@pytest.mark.parametrize(
     ("change", "error", "message"),
     [
         ({"config": {"seq_len": 4}}, TypeError, "config is dict {'seq_len': 4}, expected a LoaderConfig"),

@@ -45,7 +45,7 @@ from evenstep import LoaderConfig
         ("dp_dims", "dp", TypeError, "dp_dims='dp', expected a tuple of names"),
         ("pin_memory", "no", TypeError, "pin_memory='no', expected True or False"),
         ("broadcast_plan", 1, TypeError, "broadcast_plan=1, expected True or False"),
-        ("min_balance_gain", 1.0, ValueError, "min_balance_gain=1.0, expected a fraction in [0, 1)"),
+        ("min_balance_gain", 1.5, ValueError, "min_balance_gain=1.5, expected a fraction in [0, 1]"),
         ("timeout", 5, ValueError, "timeout=5, expected a positive datetime.timedelta"),
         ("objective", "step", TypeError, "objective='step', expected an evenstep.Objective"),
         ("payload_backend", "", ValueError, "payload_backend='', expected one of ['gloo', 'nccl', 'hccl']"),
@@ -84,6 +84,15 @@ def test_a_field_that_does_not_fit_is_named(
         LoaderConfig(**{"seq_len": 8, field: value})
 
 
+def test_a_window_of_its_own_is_refused_where_only_the_plan_tells_how_many_there_are() -> None:
+    message = (
+        "balance_window=2 with accumulation_steps='auto': the number of micro-batches is only known once the whole step is "
+        "planned. Leave balance_window at None."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        LoaderConfig(seq_len=8, accumulation_steps="auto", balance_window=2)
+
+
 def test_every_default_is_valid_and_comparable() -> None:
     one, two = LoaderConfig(seq_len=8), LoaderConfig(seq_len=8)
     assert one == two
@@ -99,3 +108,30 @@ def test_budgets_are_copied_and_compared_by_what_they_say() -> None:
     assert one == two
     assert one.to_dict() == two.to_dict()
     assert copy.deepcopy(one) == pickle.loads(pickle.dumps(one)) == one
+
+
+def test_numbers_of_numpy_and_sets_become_plain_values_that_ranks_can_compare() -> None:
+    odd: dict[str, Any] = {
+        "seq_len": np.int64(8),
+        "micro_batch_size": np.int32(2),
+        "accumulation_steps": np.uint16(4),
+        "max_segments": np.int64(3),
+        "min_balance_gain": np.float32(0.5),
+        "planner_rank": np.int64(0),
+        "reader_ranks": {np.int64(2), 0},
+        "dp_dims": ["dp"],
+        "cpu_fields": {"labels", "cu_seqlens", "names"},
+    }
+    plain = LoaderConfig(
+        seq_len=8,
+        micro_batch_size=2,
+        accumulation_steps=4,
+        max_segments=3,
+        min_balance_gain=0.5,
+        planner_rank=0,
+        reader_ranks=(0, 2),
+        dp_dims=("dp",),
+        cpu_fields=("cu_seqlens", "labels", "names"),
+    )
+    assert LoaderConfig(**odd).to_dict() == plain.to_dict()
+    assert repr(LoaderConfig(**odd).constraints()) == repr(plain.constraints())
