@@ -25,7 +25,7 @@ from types import FrameType
 
 __all__ = ["ForkedProcess", "RankServer", "serve"]
 
-_PRELOAD = ("numpy", "torch.distributed", "torchdata.nodes", "evenstep", "pytest", "hypothesis")
+_PRELOAD = ("numpy", "torch.distributed", "torchdata.nodes", "evenstep.build", "pytest", "hypothesis")
 _MESSAGE = struct.Struct("!cqq")
 _READY, _FORK, _SIGNAL, _STARTED, _EXITED = b"R", b"F", b"K", b"S", b"X"
 _CLOSE_SECONDS = 5.0
