@@ -141,6 +141,15 @@ def long_boundaries(row: Row, batch: list[Any]) -> Row:
     return row
 
 
+def no_labels(row: Row, batch: list[Any]) -> Row:
+    return {name: value for name, value in row.items() if name != "labels"}
+
+
+def nested_boundaries(row: Row, batch: list[Any]) -> Row:
+    row["cu_seqlens"] = row["cu_seqlens"][None]
+    return row
+
+
 PLANTED: list[tuple[Callable[[Row, list[Any]], Row], str, str]] = [
     (
         label_leak,
@@ -204,6 +213,17 @@ PLANTED: list[tuple[Callable[[Row, list[Any]], Row], str, str]] = [
         "'loss_weights' has shape [1] in a row of 16 tokens; they no longer belong together",
     ),
     (wrong_maximum, "boundaries", "max_seqlen is 2, but it is 1 for these documents"),
+    (
+        no_labels,
+        "lost field",
+        "the row has no 'labels' (it has ['cu_seqlens', 'input_ids', 'loss_weights', 'max_seqlen', 'num_tokens', "
+        "'position_ids'])",
+    ),
+    (
+        nested_boundaries,
+        "boundaries",
+        "cu_seqlens is tensor([[0, 1]], dtype=torch.int32), but it must be one list of integers",
+    ),
     (long_boundaries, "boundaries", "cu_seqlens is of type torch.int64; attention kernels take int32"),
 ]
 
@@ -252,6 +272,21 @@ def test_the_counter_example_is_the_smallest() -> None:
 
 
 BUFFER = torch.zeros(16, dtype=torch.int64)
+
+
+def test_a_lost_field_of_the_users_is_told_without_a_hint_on_ours() -> None:
+    def pack(batch: list[Any], seq_len: int) -> Row:
+        row = pack_text(batch, seq_len)
+        del row["speaker"]
+        return row
+
+    texts = [{"input_ids": [1, 2], "speaker": [0, 0]}]
+    message = (
+        "lost field: the samples have 'speaker', the row has not (it has ['cu_seqlens', 'input_ids', 'labels', "
+        "'max_seqlen', 'num_tokens', 'position_ids'])\n"
+    )
+    with pytest.raises(PackCheckFailed, match=f"^{re.escape(message)}"):
+        check_quickly(pack, samples=texts)
 
 
 def test_a_buffer_used_again_is_caught() -> None:

@@ -125,6 +125,11 @@ WRONG_MARKS = [
     ("attention_mask", causal_alone, "attention_mask lets tokens of document 1 see those of document 0"),
     ("cu_seq_lens_q", whole_row, "cu_seq_lens_q is [0, 16], but the documents stand at 0 to 1, 1 to 2"),
     ("cu_seq_lens_k", nothing_at_all, "cu_seq_lens_k is [0, 0], but the documents stand at 0 to 1"),
+    (
+        "cu_seq_lens_q",
+        constant(np.array([0, 9, 5], dtype=np.int32)),
+        "cu_seq_lens_q is [0, 9, 5], but the documents stand at 0 to 1",
+    ),
     ("max_length_q", constant(1), "max_length_q is 1, but the longest document has 2 tokens"),
 ]
 
