@@ -3,6 +3,7 @@ from __future__ import annotations
 import re
 import types
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -163,6 +164,23 @@ def test_frozen_and_checked_dataclasses_are_rebuilt_without_their_constructors()
 
 def test_a_read_only_mapping_becomes_a_dict() -> None:
     assert map_leaves(lambda _, v: v + 1, types.MappingProxyType({"a": 1})) == {"a": 2}
+
+    class Opened(Mapping[str, int]):
+        """Made of a path rather than of a mapping."""
+
+        def __init__(self, path: str, *, mode: str) -> None:
+            self.items_of_file = {path: len(mode)}
+
+        def __getitem__(self, key: str) -> int:
+            return self.items_of_file[key]
+
+        def __iter__(self) -> Iterator[str]:
+            return iter(self.items_of_file)
+
+        def __len__(self) -> int:
+            return len(self.items_of_file)
+
+    assert map_leaves(lambda _, v: v + 1, Opened("a", mode="r")) == {"a": 2}
 
 
 def test_classes_strings_and_sets_are_leaves() -> None:
