@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +136,33 @@ def test_speed_and_interference_are_measured() -> None:
     assert fast["lpt_ratio"] < 6
     assert fast["auto_ratio"] < 15
     assert plan.interference(0, runs=1, seconds=0.2)["runs"] == 1
+
+
+def test_speed_growth_and_interference_are_told_and_drawn(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(plan, "speed", partial(plan.speed, repeats=1))
+    monkeypatch.setattr(plan, "growth", partial(plan.growth, sizes=(16, 64)))
+    monkeypatch.setattr(plan, "interference", partial(plan.interference, runs=1, seconds=0.2))
+    parser = argparse.ArgumentParser()
+    plan.add_arguments(parser)
+    picture = tmp_path / "growth.svg"
+    arguments = ["--parts", "speed", "growth", "interference", "--plot", str(picture)]
+    assert plan.run(parser.parse_args(arguments)) == 0
+    number = r" *\d+\.\d+"
+    lines = capsys.readouterr().out.splitlines()[3:]
+    patterns = [
+        rf"8,572 samples into 1,024 rows: bare heap LPT {number} ms, lpt {number}x, auto {number}x",
+        *(
+            rf" +{samples} samples into +{rows} rows: bare heap LPT {number} s, lpt {number} s, auto {number} s"
+            for samples, rows in (("976", 16), ("3,904", 64))
+        ),
+        rf"one plan per 0\.2 s slows small kernels by -?{number}% \(median of 1 paired runs\)",
+    ]
+    assert [bool(re.fullmatch(pattern, line)) for pattern, line in zip(patterns, lines, strict=True)] == [
+        True
+    ] * 4, lines
+    assert "3,904 samples into 64 rows" in picture.read_text()
 
 
 def test_command(capsys: pytest.CaptureFixture[str]) -> None:

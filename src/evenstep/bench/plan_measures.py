@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
 from time import perf_counter, process_time
@@ -185,13 +185,13 @@ def speed(seed: int, repeats: int = 15) -> dict[str, float]:
     }
 
 
-def growth(seed: int) -> list[dict[str, float]]:
+def growth(seed: int, sizes: Sequence[int] = (64, 256, 1024, 4096, 16384)) -> list[dict[str, float]]:
     """CPU seconds against samples, 61 samples a row, up to a million samples into 16,384 rows; best of several.
 
     Not wall time, because the largest windows take so long that a busy machine would bend the curve.
     """
     points = []
-    for rows in (64, 256, 1024, 4096, 16384):
+    for rows in sizes:
         case = Case("growth", CASES["named"].lengths, rows, 1, 1 << 40, 0, rows * 61)
         window = case.draw(seed)
         point: dict[str, float] = {"samples": len(window.tokens), "rows": rows}
