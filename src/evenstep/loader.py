@@ -7,14 +7,16 @@ from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
+import numpy as np
 import torchdata.nodes as tn
 
 from evenstep.cursor import Cursor, find_cursor, next_epoch_state
+from evenstep.errors import RemoteRankError, SampleError
 from evenstep.nodes.balance import Balance
 from evenstep.nodes.balance_teller import BalanceTeller
 from evenstep.nodes.external_step_reader import ExternalStepReader
 from evenstep.nodes.source_position import has_ended, mark_ended
-from evenstep.nodes.stage import Stage, call, met_again, upstream
+from evenstep.nodes.stage import Stage, call, met_again, upstream, without_stages
 from evenstep.nodes.stock import bare, changes_count, wrapped_like
 
 __all__ = ["Loader"]
@@ -101,6 +103,9 @@ class Loader(tn.Loader[T], Generic[T]):
             # Also of a stock or foreign root, which would go on behind the failure.
             self._error = met_again(error)
             self._loaded = before
+            if isinstance(error, (RemoteRankError, SampleError)):
+                # A hundred lines of stages on every rank would bury the origin.
+                raise without_stages(error)  # noqa: B904 - the same error
             raise
         self._handed_out = True
         return item
@@ -169,10 +174,11 @@ class Loader(tn.Loader[T], Generic[T]):
         Raises:
             RuntimeError: The loader is closed, or in the middle of another epoch.
         """
-        if isinstance(epoch, bool) or not isinstance(epoch, int):
+        if isinstance(epoch, bool) or not isinstance(epoch, (int, np.integer)):
             raise TypeError(f"epoch={epoch!r} ({type(epoch).__name__}), expected an integer")
         if epoch < 0:
             raise ValueError(f"epoch={epoch}, expected an integer >= 0")
+        epoch = int(epoch)  # as a state has it
         if self._closed:
             raise RuntimeError("this loader has been closed; build another one to train on")
         state = find_cursor(self.state_dict())

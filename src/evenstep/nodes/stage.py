@@ -7,14 +7,16 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 from torchdata.nodes import BaseNode
 
+from evenstep.errors import RemoteRankError, SampleError
 from evenstep.nodes.spans import Watched, watch
 
-__all__ = ["Stage", "call", "met_again", "nothing_lost", "upstream"]
+__all__ = ["Stage", "call", "met_again", "nothing_lost", "upstream", "without_stages"]
 
 In = TypeVar("In")
 Out = TypeVar("Out", covariant=True)
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
+E = TypeVar("E", bound=BaseException)
 
 _NOTHING_LOST = "evenstep_nothing_lost"
 
@@ -109,6 +111,18 @@ def met_again(error: BaseException) -> Exception | None:
     )
     stop.__cause__ = error
     return stop
+
+
+def without_stages(error: E) -> E:
+    """``error`` without the frames of the stages that it came through, and so its causes that are ours.
+
+    What they say is in their words; where user code failed is in the frames of the first cause, which stay.
+    """
+    ours: BaseException | None = error
+    while isinstance(ours, (RemoteRankError, SampleError)):
+        ours.__traceback__ = None
+        ours = ours.__cause__
+    return error
 
 
 def upstream(node: object) -> Iterator[object]:
