@@ -96,6 +96,32 @@ def test_an_installed_library_that_cannot_be_used_is_reported(
     assert failed["binpacking"] == "RuntimeError: built for another machine"
 
 
+def test_installed_libraries_plan_in_their_own_terms(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    verl = tmp_path / "verl" / "utils"
+    verl.mkdir(parents=True)
+    (verl.parent / "__init__.py").write_text("raise RuntimeError('this starts a whole trainer')")
+    (verl / "seqlen_balancing.py").write_text(
+        "def karmarkar_karp(costs, parts, equal_size):\n"
+        "    assert equal_size is False\n"
+        "    return [list(range(part, len(costs), parts)) for part in range(parts)]\n"
+    )
+    (tmp_path / "binpacking.py").write_text(
+        "def to_constant_bin_number(costs, bins):\n"
+        "    items = list(costs.items())\n"
+        "    return [dict(items[k::bins]) for k in range(bins)]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.split(".")[0] in ("verl", "binpacking")]:
+        monkeypatch.delitem(sys.modules, name)
+    found, failed = optional_peers()
+    for name in ("verl", "verl.utils", "verl.utils.seqlen_balancing", "binpacking"):
+        monkeypatch.delitem(sys.modules, name)
+    assert not {"verl Karmarkar-Karp", "binpacking"} & failed.keys()
+    costs = np.arange(7)
+    for name in ("verl Karmarkar-Karp", "binpacking"):
+        assert found[name](costs, costs, 3, 0).tolist() == [0, 1, 2, 0, 1, 2, 0]
+
+
 def test_a_better_peer_fails_the_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
