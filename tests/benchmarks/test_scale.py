@@ -123,6 +123,16 @@ def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_without_matplotlib_the_picture_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(scale, "find_spec", lambda _: None)
+    assert scale.run(arguments("--plot", "scale.png")) == 2
+    assert capsys.readouterr().err == (
+        "evenstep bench scale: --plot draws with matplotlib: pip install 'evenstep[cli]'\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -164,6 +164,45 @@ def test_a_corpus_that_is_too_small(contest: Contest) -> None:
         most.schedule(pieces)
 
 
+@pytest.mark.gloo
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("tokenizers")
+    for number in range(24):
+        text = "To be, or not to be, that is the question:\n" * (1 + 7 * number % 5)
+        (tmp_path / f"{number}.txt").write_text(text)
+    parser = argparse.ArgumentParser()
+    train.add_arguments(parser)
+    small = [
+        "--seq-len",
+        "64",
+        "--documents",
+        "6",
+        "--steps",
+        "1",
+        "--rounds",
+        "1",
+        "--micro-batch-size",
+        "1",
+    ]
+    arguments = parser.parse_args(["--corpus", str(tmp_path), *small, "--json"])
+    assert train.run(arguments) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert list(result["layouts"]) == list(LAYOUTS)
+    assert len({found["tokens"] for found in result["layouts"].values()}) == 1
+    assert train.run(argparse.Namespace(**{**vars(arguments), "documents": 99})) == 2
+    assert capsys.readouterr().err.startswith(
+        "evenstep bench train: the corpus has 0 optimizer steps of 99 documents"
+    )
+
+
+def test_without_tokenizers_the_command_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(train, "find_spec", lambda _: None)
+    assert train.run(argparse.Namespace()) == 2
+    assert capsys.readouterr().err == "evenstep bench train needs tokenizers: pip install 'evenstep[cli]'\n"
+
+
 def test_nothing_to_train(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("tokenizers")
     parser = argparse.ArgumentParser()

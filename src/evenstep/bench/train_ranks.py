@@ -66,13 +66,13 @@ class Contest:
         Raises:
             ValueError: The corpus is too small.
         """
-        sampler = self.sampler(pieces)
-        needed = 1 + self.rounds * self.steps
-        if len(sampler) < needed:
+        available, needed = len(pieces) // self.documents, 1 + self.rounds * self.steps
+        if available < needed:
             raise ValueError(
-                f"the corpus has {len(sampler)} optimizer steps of {self.documents} documents, but {needed} are "
+                f"the corpus has {available} optimizer steps of {self.documents} documents, but {needed} are "
                 "trained; name more text with --corpus, or ask for fewer --rounds or --documents"
             )
+        sampler = self.sampler(pieces)
         cursor = sampler.start()
         steps = []
         for _ in range(needed):
