@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torchdata.nodes as tn
 
@@ -139,8 +140,9 @@ def test_set_epoch_on_the_current_epoch_changes_nothing() -> None:
 def test_set_epoch_jumps_only_where_nothing_is_lost() -> None:
     loader, plain = loader_of(), loader_of()
     orders = [[batch["rows"] for batch in plain] for _ in range(6)]
-    loader.set_epoch(2)
-    assert (loader.state_dict()["epoch"], loader.step) == (2, 0)
+    of_numpy: Any = np.int64(2)
+    loader.set_epoch(of_numpy)
+    assert (json.dumps(loader.state_dict()["epoch"]), loader.step) == ("2", 0)
     assert [b["rows"] for b in loader] == orders[2]
     loader.set_epoch(5)
     assert next(loader)["rows"] == orders[5][0]
@@ -347,6 +349,20 @@ def test_a_broken_state_is_refused_when_it_is_loaded(
     with pytest.raises(error, match=f"^{re.escape(message)}$"):
         loader.load_state_dict({**before, **change})
     assert loader.state_dict() == before
+
+
+@pytest.mark.parametrize("lost", ["consumed_samples", "epoch", "plan"])
+@pytest.mark.parametrize("wrapped", [False, True], ids=["bare", "of the stock Loader"])
+def test_a_state_without_a_key_names_it(lost: str, wrapped: bool) -> None:
+    loader = loader_of()
+    state = loader.state_dict()
+    del state[lost]
+    message = (
+        f"this is not an evenstep cursor: missing keys ['{lost}'], unknown keys []; pass what loader.state_dict() "
+        "returned"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        loader.load_state_dict({"root": state, "num_yielded": 0} if wrapped else state)
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
+from numbers import Real
 from typing import Any, Literal, get_args, get_type_hints
+
+import numpy as np
 
 from evenstep.budget import checked_budgets
 from evenstep.plan import Objective, PackingConstraints
@@ -48,7 +51,7 @@ class LoaderConfig:
         algorithm: Planner: ``"auto"``, ``"lpt"``, ``"levels"``, ``"refine"``, or ``"reference"`` (keep the
             sampler's layout).
         objective: What is balanced; see `evenstep.plan.Objective`.
-        min_balance_gain: A plan must improve the objective by more than this fraction, or nothing moves.
+        min_balance_gain: A plan must improve the objective by more than this fraction, or nothing moves; 1: never.
         broadcast_plan: The planner's plan is sent; False: every rank plans and digests are compared.
         exchange: One payload exchange per ``"micro_batch"`` or per ``"window"``.
         collectives: Which thread starts them: ``"producer"``, ``"caller"``, or by backend.
@@ -110,12 +113,12 @@ class LoaderConfig:
 
     def __post_init__(self) -> None:
         for name, least in _COUNTS.items():
-            _check_count(name, getattr(self, name), least)
+            self._set_count(name, least)
         for name, least in _OPTIONAL_COUNTS.items():
             if getattr(self, name) is not None:
-                _check_count(name, getattr(self, name), least)
+                self._set_count(name, least)
         if self.accumulation_steps not in (None, "auto"):
-            _check_count("accumulation_steps", self.accumulation_steps, 1, "an integer, 'auto' or None")
+            self._set_count("accumulation_steps", 1, "an integer, 'auto' or None")
         hints = get_type_hints(type(self))
         for name in _CHOICES:
             choices = get_args(hints[name])
@@ -126,8 +129,9 @@ class LoaderConfig:
         if not isinstance(self.timeout, timedelta) or self.timeout <= timedelta(0):
             raise ValueError(f"timeout={shown(self.timeout)}, expected a positive datetime.timedelta")
         gain = self.min_balance_gain
-        if isinstance(gain, bool) or not isinstance(gain, (int, float)) or not 0 <= gain < 1:
-            raise ValueError(f"min_balance_gain={shown(gain)}, expected a fraction in [0, 1)")
+        if isinstance(gain, bool) or not isinstance(gain, Real) or not 0 <= gain <= 1:
+            raise ValueError(f"min_balance_gain={shown(gain)}, expected a fraction in [0, 1]")
+        self._set("min_balance_gain", float(gain))
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}={shown(getattr(self, name))}, expected True or False")
@@ -138,7 +142,7 @@ class LoaderConfig:
                 "only known once the whole step is planned. Leave balance_window at None."
             )
         if self.budgets is not None:
-            object.__setattr__(self, "budgets", checked_budgets(self.budgets))
+            self._set("budgets", checked_budgets(self.budgets))
         self.constraints()
 
     def _check_ranks(self) -> None:
@@ -147,16 +151,36 @@ class LoaderConfig:
             if value not in _BACKENDS and (name, value) != ("payload_backend", None):
                 raise ValueError(f"{name}={shown(value)}, expected one of {list(_BACKENDS)}")
         if self.planner_rank is not None:
-            _check_count("planner_rank", self.planner_rank, 0, "a global rank or None")
+            self._set_count("planner_rank", 0, "a global rank or None")
         if self.balance_group_size not in (None, "node"):
-            _check_count("balance_group_size", self.balance_group_size, 1, "an integer, 'node' or None")
+            self._set_count("balance_group_size", 1, "an integer, 'node' or None")
         readers = self.reader_ranks
-        if not (readers is None or (isinstance(readers, str) and readers == "all") or _all_of(readers, int)):
-            raise TypeError(f"reader_ranks={shown(readers)}, expected None, 'all' or a tuple of global ranks")
+        if not (readers is None or (isinstance(readers, str) and readers == "all")):
+            if not _all_of(readers, (int, np.integer)):
+                raise TypeError(
+                    f"reader_ranks={shown(readers)}, expected None, 'all' or a tuple of global ranks"
+                )
+            self._set("reader_ranks", _in_order(map(int, readers), readers))
         for name in ("dp_dims", "cpu_fields"):
             value = getattr(self, name)
-            if not (_all_of(value, str) or (name == "dp_dims" and value is None)):
+            if name == "dp_dims" and value is None:
+                continue
+            if not _all_of(value, str):
                 raise TypeError(f"{name}={shown(value)}, expected a tuple of names")
+            self._set(name, _in_order(value, value))
+
+    def _set_count(self, name: str, least: int, expected: str = "an integer") -> None:
+        """Refuse anything but an integer >= ``least``."""
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+            raise TypeError(f"{name}={shown(value)} ({type(value).__name__}), expected {expected}")
+        if value < least:
+            raise ValueError(f"{name}={value}, expected at least {least}")
+        self._set(name, int(value))
+
+    def _set(self, name: str, value: Any) -> None:
+        """Keep ``value`` in its plain form: ranks compare texts, and equal fields must have equal ones."""
+        object.__setattr__(self, name, value)
 
     def constraints(self) -> PackingConstraints:
         """The hard limits of a row."""
@@ -172,15 +196,13 @@ class LoaderConfig:
         return {f.name: repr(getattr(self, f.name)) for f in fields(self)}
 
 
-def _check_count(name: str, value: Any, least: int, expected: str = "an integer") -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}={shown(value)} ({type(value).__name__}), expected {expected}")
-    if value < least:
-        raise ValueError(f"{name}={value}, expected at least {least}")
-
-
-def _all_of(values: Any, kind: type) -> bool:
+def _all_of(values: Any, kind: type | tuple[type, ...]) -> bool:
     """Whether ``values`` is a sequence or set of ``kind``; a bool is no int."""
     if not isinstance(values, (tuple, list, set, frozenset)):
         return False
     return all(isinstance(value, kind) and not isinstance(value, bool) for value in values)
+
+
+def _in_order(values: Iterable[Any], like: object) -> tuple[Any, ...]:
+    """``values`` as a tuple; those of a set, which has another order in every process, sorted."""
+    return tuple(sorted(values)) if isinstance(like, (set, frozenset)) else tuple(values)

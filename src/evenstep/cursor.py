@@ -14,6 +14,7 @@ __all__ = ["CURSOR_VERSION", "Cursor", "find_cursor", "next_epoch_state"]
 CURSOR_VERSION = 1
 _UINT64 = 1 << 64
 _ORDER = re.compile(r"[A-Za-z0-9_-]{0,16}")  # bounded, so that the state is
+_OTHERS = {"version", "dataset_size", "micro_batch", "global_batch_size"}  # tell one that lost its position
 _HYPER_PARALLEL = "_index_sampler_state"
 
 
@@ -179,7 +180,10 @@ def find_cursor(state: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _is_cursor(value: object) -> bool:
-    return isinstance(value, Mapping) and ("consumed_samples" in value or _HYPER_PARALLEL in value)
+    """Whether ``value`` is meant to be a cursor; `Cursor.from_dict` says what is wrong with it."""
+    if not isinstance(value, Mapping):
+        return False
+    return "consumed_samples" in value or _HYPER_PARALLEL in value or value.keys() >= _OTHERS
 
 
 def _cursors(value: object) -> list[Mapping[str, Any]]:

@@ -38,16 +38,25 @@ class RemoteRankError(RuntimeError):
         self.sample = sample
 
 
-class SampleError(RuntimeError):
+class SampleError(RemoteRankError):
     """One sample could not be read; the original exception is its ``__cause__``.
+
+    Where the other ranks are told of it before they build on the sample, its own rank raises `RemoteRankError` as they do,
+    from this error; where lengths are known ahead, its own rank raises this error, so that ``except RemoteRankError``
+    is enough in both.
 
     Attributes:
         sample: Dataset index of the sample.
     """
 
-    def __init__(self, message: str, sample: int) -> None:
-        super().__init__(message)
-        self.sample = sample
+    sample: int
+
+    def __init__(
+        self, message: str, sample: int, *, rank: int = -1, error_type: str = "", error_message: str = ""
+    ) -> None:
+        super().__init__(
+            message, rank=rank, error_type=error_type, error_message=error_message, sample=sample
+        )
 
 
 class StateMismatch(ValueError):  # noqa: N818 - the name is public API

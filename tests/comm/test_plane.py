@@ -44,6 +44,18 @@ def test_a_field_that_differs_is_named_with_its_ranks_and_values() -> None:
         )
 
 
+def test_every_field_that_differs_is_named() -> None:
+    told = [
+        {"algorithm": "auto", "seed": "1", "seq_len": "64"},
+        {"algorithm": "lpt", "seed": "1", "seq_len": "32"},
+    ]
+    for error in together([*told, told[0]]):
+        assert str(error) == (
+            "algorithm differs between ranks: rank 0 has auto, ranks [1] have lpt: their plans and collectives would "
+            "not fit together. Give every rank the same algorithm. Other fields that differ: seq_len (ranks [1])."
+        )
+
+
 def test_a_field_that_only_some_ranks_have_differs() -> None:
     for error in together([{"seq_len": "64"}, {"seq_len": "64", "new": "1"}]):
         assert str(error).startswith("new differs between ranks: rank 0 has None, ranks [1] have 1: ")

@@ -49,6 +49,16 @@ def test_no_other_coefficients_fit_better(
     assert (np.abs(slope[solution > 0]) <= 1e-8).all()
 
 
+def test_a_measurement_of_one_sample_needs_no_list_around_it() -> None:
+    lengths = np.arange(1, 31) * 100
+    seconds = 0.01 + 1e-6 * lengths + 1e-9 * lengths**2.0
+    expected = fit_cost([[int(n)] for n in lengths], seconds)
+    assert fit_cost(lengths, seconds) == expected
+    assert fit_cost([int(n) for n in lengths], seconds) == expected
+    assert fit_cost([SampleMetadata(int(n)) for n in lengths], seconds) == expected
+    assert fit_cost(MetadataTable.from_tokens(lengths), seconds) == expected
+
+
 @given(a=weights, b=st.floats(1e-13, 1e-8), overhead=st.floats(1e-4, 1.0), seed=st.integers(0, 1000))
 def test_exact_measurements_give_the_coefficients_back(
     a: float, b: float, overhead: float, seed: int

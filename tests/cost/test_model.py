@@ -160,6 +160,24 @@ def test_describe_cost_is_the_same_in_every_process() -> None:
     assert describe_cost(Plain()) == describe_cost(Plain())
 
 
+def test_a_model_of_cost_alone_has_the_stages_that_it_returns() -> None:
+    class Bare:
+        def __init__(self, columns: int) -> None:
+            self.columns = columns
+
+        def cost(self, table: MetadataTable) -> npt.NDArray[np.float64]:
+            column = table.tokens.astype(np.float64)
+            return column if self.columns == 1 else np.column_stack([column] * self.columns)
+
+    table = MetadataTable.from_tokens([3, 5])
+    one: Any = Bare(1)
+    assert checked_costs(one, table).tolist() == [3.0, 5.0]
+    two: Any = Bare(2)
+    assert checked_costs(two, table).tolist() == [[3.0, 3.0], [5.0, 5.0]]
+    assert padding_cost(one).tolist() == [0.0]
+    assert StageCost({"llm": one, "encoder": one}).cost(table).shape == (2, 2)
+
+
 BAD: list[tuple[Callable[[], object], type[Exception], str]] = [
     (
         lambda: LinearQuadraticCost(-1.0),
@@ -184,8 +202,7 @@ BAD: list[tuple[Callable[[], object], type[Exception], str]] = [
     (
         lambda: FeatureCost("p", "flops"),  # type: ignore[arg-type]
         TypeError,
-        "model is 'flops', expected a cost model: an object with cost(table) and stages, "
-        "such as LinearQuadraticCost()",
+        "model is 'flops', expected a cost model: an object with cost(table), such as LinearQuadraticCost()",
     ),
     (
         lambda: StageCost([("llm", DEFAULT_COST)]),  # type: ignore[arg-type]
@@ -203,7 +220,7 @@ BAD: list[tuple[Callable[[], object], type[Exception], str]] = [
         lambda: StageCost({"llm": LinearQuadraticCost}),  # type: ignore[dict-item]
         TypeError,
         "the model of stage 'llm' is <class 'evenstep.cost.model.LinearQuadraticCost'>, expected a cost model: "
-        "an object with cost(table) and stages, such as LinearQuadraticCost()",
+        "an object with cost(table), such as LinearQuadraticCost()",
     ),
     (
         lambda: StageCost({"all": StageCost({"a": DEFAULT_COST, "b": DEFAULT_COST})}),

@@ -35,6 +35,33 @@ def test_wrong_metadata_names_the_sample_on_every_rank(corpus: Any) -> None:
     assert reasons[SampleError].sample == 17
     assert reasons[RemoteRankError].error_message == told
     assert reasons[RemoteRankError].sample == 17
+    assert reasons[RemoteRankError].rank == reasons[SampleError].rank
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 1}, {"dp": 2}, {"dp": 2, "tp": 2}], ids=str)
+def test_one_except_clause_finds_what_could_not_be_read_on_every_rank(mesh: dict[str, int]) -> None:
+    class Broken:
+        def __len__(self) -> int:
+            return 16
+
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            if index == 5:
+                raise OSError("no such block")
+            return {"input_ids": np.arange(4)}
+
+    def rank(plane: DataPlane) -> None:
+        sampler = StepSampler(16, global_batch_size=4, order="sequential")
+        for _ in build_loader(Broken(), plane, CONFIG, sampler=sampler, metadata=[4] * 16):
+            pass
+
+    world = SimulatedWorld(mesh)
+    outcomes = world.outcomes(rank)
+    assert all(isinstance(outcome, RemoteRankError) for outcome in outcomes)
+    told = {(o.error_type, o.error_message, o.sample) for o in outcomes}
+    assert told == {("OSError", "no such block", 5)}
+    (origin,) = {o.rank for o in outcomes}
+    for rank_number, outcome in enumerate(outcomes):
+        assert isinstance(outcome, SampleError) == (rank_number == origin)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -30,7 +30,7 @@ def agree(world: Communicator, config: Mapping[str, str], problem: Exception | N
         problem: Why this rank cannot go on, or None.
 
     Raises:
-        ConfigMismatch: A field differs; names the ranks and both values.
+        ConfigMismatch: Fields differ; names the ranks and the fields, and both values of the first.
         RemoteRankError: Another rank has a problem.
         Exception: ``problem`` itself.
     """
@@ -51,18 +51,28 @@ def agree(world: Communicator, config: Mapping[str, str], problem: Exception | N
                 error_type=kind,
                 error_message=message,
             )
-    first = everybody[0]["config"]
-    for name in sorted({name for other in everybody for name in other["config"]}):
-        values = [other["config"].get(name) for other in everybody]
-        odd = [rank for rank, v in zip(world.ranks, values, strict=True) if v != first.get(name)]
-        if odd:
-            one, other_one = _whole(world, odd[0], name, config)
-            raise ConfigMismatch(
-                f"{name} differs between ranks: rank {world.ranks[0]} has {one}, ranks {odd[:8]} have {other_one}: their "
-                f"plans and collectives would not fit together. Give every rank the same {name}."
-            )
-
+    odd_by_name = _odd_ranks(world, [other["config"] for other in everybody])
+    if odd_by_name:
+        name, odd = next(iter(odd_by_name.items()))
+        one, other_one = _whole(world, odd[0], name, config)
+        more = ", ".join(f"{n} (ranks {ranks[:8]})" for n, ranks in list(odd_by_name.items())[1:])
+        raise ConfigMismatch(
+            f"{name} differs between ranks: rank {world.ranks[0]} has {one}, ranks {odd[:8]} have {other_one}: their "
+            f"plans and collectives would not fit together. Give every rank the same {name}."
+            + (f" Other fields that differ: {more}." if more else "")
+        )
     return [other["host"] for other in everybody]
+
+
+def _odd_ranks(world: Communicator, configs: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
+    """The fields that differ between ranks, and which ranks have something else than the first."""
+    found = {}
+    for name in sorted({name for config in configs for name in config}):
+        expected = configs[0].get(name)
+        odd = [r for r, config in zip(world.ranks, configs, strict=True) if config.get(name) != expected]
+        if odd:
+            found[name] = odd
+    return found
 
 
 def _brief(value: str) -> str | list[str]:

@@ -36,7 +36,7 @@ from evenstep.comm.buffers import BufferPool
 from evenstep.comm.codec import PayloadCodec
 from evenstep.comm.communicator import Communicator
 from evenstep.comm.remote_errors import describe_error, remote_error
-from evenstep.errors import ConfigMismatch, RemoteRankError, WireFormatError
+from evenstep.errors import ConfigMismatch, RemoteRankError, SampleError, WireFormatError
 
 __all__ = ["BatchBroadcast", "Message", "Prepared"]
 
@@ -156,7 +156,7 @@ class BatchBroadcast:
     def send_error(self, error: BaseException) -> None:
         """Tell the peers why there is no next batch: where it first happened, in its own words."""
         told: dict[str, Any] = {"error": describe_error(error, self._rank).decode()}
-        if isinstance(error, RemoteRankError):
+        if isinstance(error, RemoteRankError) and not isinstance(error, SampleError):
             # The peers repeat what every other rank says.
             told["origin"] = [str(error), error.rank, error.error_type, error.error_message, error.sample]
         self._post(self._channel.compose(ERROR, _to_json(told)))

@@ -68,7 +68,7 @@ class FittedCost:
 
 
 def fit_cost(
-    samples: Sequence[MicroBatch],
+    samples: Sequence[MicroBatch | int | SampleMetadata] | MetadataTable | npt.NDArray[Any],
     seconds: npt.ArrayLike,
     *,
     features: Sequence[str] = (),
@@ -83,7 +83,8 @@ def fit_cost(
 
     Args:
         samples: What each of ``m`` micro-batches held: a `MetadataTable`, or the length or `SampleMetadata`
-            of each of its samples.
+            of each of its samples. Where each held one sample, that alone will do (one `MetadataTable` of all,
+            or their lengths ``[m]``).
         seconds: How long each took, float ``[m]``, positive.
         features: Feature columns that cost something of their own.
         padding: Padding tokens of each micro-batch, ``[m]``, where the model computed them; None leaves the
@@ -99,6 +100,8 @@ def fit_cost(
         ValueError: Lengths differ, a measurement is not a positive number, a feature is not finite, padding is no number >= 0, there are fewer micro-batches than
             coefficients, or nothing that was measured explains the seconds.
     """
+    if isinstance(samples, MetadataTable):
+        samples = [samples.take(np.array([k])) for k in range(len(samples))]
     tables = [_as_table(micro_batch) for micro_batch in samples]
     actual = np.asarray(seconds, dtype=np.float64)
     _check_measurements(len(tables), actual)
@@ -156,9 +159,11 @@ def fit_cost(
     )
 
 
-def _as_table(micro_batch: MicroBatch) -> MetadataTable:
+def _as_table(micro_batch: MicroBatch | int | SampleMetadata) -> MetadataTable:
     if isinstance(micro_batch, MetadataTable):
         return micro_batch
+    if isinstance(micro_batch, (int, np.integer, SampleMetadata)) and not isinstance(micro_batch, bool):
+        micro_batch = [micro_batch]
     unlike = f"a micro-batch is {micro_batch!r}, expected a MetadataTable or a sequence of sample lengths or of SampleMetadata"
     if isinstance(micro_batch, Sequence) and any(isinstance(s, SampleMetadata) for s in micro_batch):
         records = [s if isinstance(s, SampleMetadata) else _of_length(s) for s in micro_batch]

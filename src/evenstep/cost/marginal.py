@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from evenstep.cost.model import CostModel, check_model, padding_cost
+from evenstep.cost.model import CostModel, check_model, padding_cost, stages_of
 from evenstep.samples import MetadataTable
 
 __all__ = ["MarginalCost"]
@@ -45,7 +45,7 @@ class MarginalCost:
     @property
     def stages(self) -> tuple[str, ...]:
         """Those of ``model``."""
-        return self.model.stages
+        return stages_of(self.model)
 
     def cost(self, table: MetadataTable) -> npt.NDArray[np.float64]:
         """float64 shaped like the costs of ``model``; 0 where padding costs more than the sample."""

@@ -22,6 +22,7 @@ __all__ = [
     "checked_costs",
     "describe_cost",
     "padding_cost",
+    "stages_of",
 ]
 
 
@@ -30,7 +31,8 @@ class CostModel(Protocol):
     """Predicts the compute of samples; a pure, vectorised function of their metadata.
 
     ``repr`` of a model is logged and compared between ranks, so it must be complete and the same in every
-    process. A model may also have ``padding``: what one padding token costs (see `padding_cost`).
+    process. A model may also have ``padding``: what one padding token costs (see `padding_cost`). Where a model
+    has only ``cost``, the columns of what it returns are its stages.
     """
 
     @property
@@ -113,9 +115,9 @@ class StageCost:
             if not isinstance(name, str) or not name:
                 raise TypeError(f"stage name {name!r} is not a non-empty string")
             check_model(f"the model of stage {name!r}", model)
-            if len(model.stages) != 1:
+            if len(stages_of(model)) != 1:
                 raise ValueError(
-                    f"the model of stage {name!r} has the stages {model.stages}: stages cannot be nested; "
+                    f"the model of stage {name!r} has the stages {stages_of(model)}: stages cannot be nested; "
                     "give each of them a name of its own"
                 )
         object.__setattr__(self, "models", dict(self.models))
@@ -136,6 +138,11 @@ class StageCost:
         return columns[0] if len(columns) == 1 else np.column_stack(columns)
 
 
+def stages_of(model: CostModel) -> tuple[str, ...]:
+    """The stages that ``model`` names; one, the language model, where it names none."""
+    return tuple(getattr(model, "stages", ("llm",)))
+
+
 def padding_cost(model: CostModel) -> npt.NDArray[np.float64]:
     """What one padding token costs in each stage of ``model``: float64 ``[stages]``.
 
@@ -143,7 +150,7 @@ def padding_cost(model: CostModel) -> npt.NDArray[np.float64]:
     cut away before the model runs, as in variable-length batches, costs nothing.
     """
     padding = np.asarray(getattr(model, "padding", 0.0), dtype=np.float64)
-    return np.zeros(len(model.stages)) + padding
+    return np.zeros(len(stages_of(model))) + padding
 
 
 def checked_costs(model: CostModel, table: MetadataTable) -> npt.NDArray[np.float64]:
@@ -170,7 +177,7 @@ def checked_costs(model: CostModel, table: MetadataTable) -> npt.NDArray[np.floa
             f"{costs[first].tolist()!r}: it cannot be balanced; costs are finite and not negative"
         )
     columns = costs.shape[1] if costs.ndim == 2 else 1
-    if columns != len(model.stages):
+    if hasattr(model, "stages") and columns != len(model.stages):
         raise ValueError(
             f"{model!r} returned costs of shape {costs.shape}, {columns} for each sample, but its stages are "
             f"{tuple(model.stages)}: return one column for each of its {len(model.stages)} stages"
@@ -184,13 +191,12 @@ def describe_cost(model: CostModel) -> str:
 
 
 def check_model(name: str, model: object) -> None:
-    """Refuse anything but an instance of a `CostModel`.
+    """Refuse what cannot tell costs.
 
     Raises:
-        TypeError: ``model`` lacks ``cost`` or ``stages``, or is the class instead of an object of it.
+        TypeError: ``model`` lacks ``cost``, or is the class instead of an object of it.
     """
-    if not isinstance(model, CostModel) or isinstance(model, type):
+    if not callable(getattr(model, "cost", None)) or isinstance(model, type):
         raise TypeError(
-            f"{name} is {model!r}, expected a cost model: an object with cost(table) and stages, "
-            "such as LinearQuadraticCost()"
+            f"{name} is {model!r}, expected a cost model: an object with cost(table), such as LinearQuadraticCost()"
         )

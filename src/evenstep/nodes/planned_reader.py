@@ -181,7 +181,13 @@ class PlannedReader(Stage[PlannedBatch, RoutedBatch]):
                     error,
                 )
                 return Unreadable(error)
-            raise SampleError(f"sample {index}: {type(error).__name__}: {error}", index) from error
+            raise SampleError(
+                f"sample {index}: {type(error).__name__}: {error}",
+                index,
+                rank=self.plane.topology.rank,
+                error_type=type(error).__name__,
+                error_message=str(error),
+            ) from error
         if tokens != planned:
             parts = batch.window.parts
             document = "" if parts is None else f"document {parts[sample, 0]} of "
@@ -189,6 +195,7 @@ class PlannedReader(Stage[PlannedBatch, RoutedBatch]):
                 f"{document}sample {index} has {tokens} tokens, its metadata says {planned}: the rows were planned for another "
                 "length. Compute the metadata from the dataset as it is now.",
                 index,
+                rank=self.plane.topology.rank,
             )
         return value
 

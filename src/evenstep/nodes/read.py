@@ -261,7 +261,7 @@ def make_columns(
         loss_tokens=table.loss_tokens,
         nbytes=np.zeros(n, dtype=np.int64),
         structures=np.zeros(n, dtype=np.int64),
-        costs=costs.reshape(n, len(cost.stages)),
+        costs=costs if costs.ndim == 2 else costs[:, None],
         features=np.column_stack(features) if features else np.zeros((n, 0)),
         names=names,
     )

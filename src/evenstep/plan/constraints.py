@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
+import numpy as np
+
 from evenstep.budget import checked_budgets
 
 __all__ = ["PackingConstraints"]
@@ -38,22 +40,24 @@ class PackingConstraints:
     max_segments: int | None = None
 
     def __post_init__(self) -> None:
-        _check_count("seq_len", self.seq_len, "the tokens that fit into a row")
+        self._set_count("seq_len", "the tokens that fit into a row")
         if self.oversized not in _OVERSIZED:
             raise ValueError(
                 f"oversized={self.oversized!r} is not a policy for samples above a limit; "
                 f"use one of {', '.join(map(repr, _OVERSIZED))}"
             )
         if self.max_segments is not None:
-            _check_count("max_segments", self.max_segments, "the samples that fit into a row, or None")
+            self._set_count("max_segments", "the samples that fit into a row, or None")
         object.__setattr__(self, "budgets", MappingProxyType(checked_budgets(self.budgets)))
 
     def __reduce__(self) -> tuple[type[PackingConstraints], tuple[object, ...]]:
         return type(self), (self.seq_len, self.oversized, dict(self.budgets or {}), self.max_segments)
 
-
-def _check_count(name: str, value: object, meaning: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} is {value!r} ({type(value).__name__}), expected an integer: {meaning}")
-    if value <= 0:
-        raise ValueError(f"{name} is {value}, expected a positive integer: {meaning}")
+    def _set_count(self, name: str, meaning: str) -> None:
+        """Refuse what is no positive integer; NumPy's become Python's, so that equal limits have equal texts."""
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+            raise TypeError(f"{name} is {value!r} ({type(value).__name__}), expected an integer: {meaning}")
+        if value <= 0:
+            raise ValueError(f"{name} is {value}, expected a positive integer: {meaning}")
+        object.__setattr__(self, name, int(value))
