@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenstep.trace import merge
-from evenstep.trace.picture import own_time
+from evenstep.trace.picture import _lanes, first_window, own_time
 
 
 def span(rank: int, begin: float, end: float, name: str = "pack") -> dict[str, Any]:
@@ -89,3 +89,27 @@ def test_every_moment_belongs_to_the_innermost_span(spans: list[tuple[str, float
         around = [span for span in spans if span[1] < now < span[2]]
         inner = max(around, key=lambda span: spans.index(span))[0] if around else None
         assert [name for name, begin, end in pieces if begin < now < end] == ([inner] if inner else [])
+
+
+def test_the_picture_begins_with_the_first_whole_window() -> None:
+    def span(name: str, begin: float, end: float, rank: int = 0) -> dict[str, Any]:
+        return {"name": name, "ph": "X", "ts": begin, "dur": end - begin, "pid": rank, "tid": 1, "args": {}}
+
+    spans = [
+        span("wait", 0, 20),
+        span("train", 20, 50),
+        span("sampler", 32, 33, 1),
+        span("sampler", 30, 31, 2),
+    ]
+    trace = {"traceEvents": spans}
+    assert first_window(trace) == 30
+    lanes, names = _lanes(trace, 30)
+    assert lanes == {
+        (0, True, 1): [("train", 0, 20)],
+        (1, True, 1): [("sampler", 2, 3)],
+        (2, True, 1): [("sampler", 0, 1)],
+    }
+    assert list(names) == list(lanes)
+    without = {"traceEvents": spans[:2]}
+    assert first_window(without) == 0
+    assert _lanes(without, 0)[0] == {(0, True, 1): [("wait", 0, 20), ("train", 20, 50)]}

@@ -31,7 +31,9 @@ _INK = "#1d2b36"
 
 
 def draw(path: Path, trace: dict[str, Any]) -> None:
-    """Draw a merged trace.
+    """Draw a merged trace, from the first window on that was recorded from its beginning.
+
+    What was under way before says more of when recording began than of the job.
 
     Args:
         path: The picture to write.
@@ -42,7 +44,7 @@ def draw(path: Path, trace: dict[str, Any]) -> None:
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    lanes, names = _lanes(trace)
+    lanes, names = _lanes(trace, first_window(trace))
     colors = _colors([name for pieces in lanes.values() for name, _, _ in pieces])
     figure, panel = plt.subplots(figsize=(12, 1.3 + 0.42 * len(lanes)), dpi=140, layout="constrained")
     try:
@@ -61,6 +63,12 @@ def draw(path: Path, trace: dict[str, Any]) -> None:
         figure.savefig(path)
     finally:
         plt.close(figure)
+
+
+def first_window(trace: dict[str, Any]) -> float:
+    """When the first window begins, in microseconds: before anything else its samples are chosen; 0 if none was."""
+    spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    return float(min((event["ts"] for event in spans if event["name"] == "sampler"), default=0.0))
 
 
 def own_time(spans: list[tuple[str, float, float]]) -> list[tuple[str, float, float]]:
@@ -98,7 +106,9 @@ def own_time(spans: list[tuple[str, float, float]]) -> list[tuple[str, float, fl
 Lane = tuple[int, bool, int]  # rank, whether it is behind the training loop's, thread
 
 
-def _lanes(trace: dict[str, Any]) -> tuple[dict[Lane, list[tuple[str, float, float]]], dict[Lane, str]]:
+def _lanes(
+    trace: dict[str, Any], since: float
+) -> tuple[dict[Lane, list[tuple[str, float, float]]], dict[Lane, str]]:
     threads = {
         (event["pid"], event["tid"]): str(event["args"]["name"])
         for event in trace["traceEvents"]
@@ -110,8 +120,11 @@ def _lanes(trace: dict[str, Any]) -> tuple[dict[Lane, list[tuple[str, float, flo
         if event["ph"] == "X":
             rank, thread = event["pid"], event["tid"]
             name = threads.get((rank, thread), str(thread))
+            begin, end = max(0.0, event["ts"] - since), event["ts"] + event["dur"] - since
+            if end <= 0:
+                continue
             lane = (rank, name != "training loop", thread)
-            spans[lane].append((event["name"], event["ts"], event["ts"] + event["dur"]))
+            spans[lane].append((event["name"], begin, end))
             names[lane] = f"rank {rank}: {'loader' if name.startswith('evenstep-') else name}"
     return {lane: own_time(parts) for lane, parts in spans.items()}, names
 

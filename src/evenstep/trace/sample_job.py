@@ -43,7 +43,10 @@ class _Documents:
 
 
 def record(rank: int, steps: int, folder: Path) -> None:  # noqa: ARG001 - run_ranks passes it
-    """Run ``steps`` optimizer steps on this rank and write ``folder/rank-<rank>.json``; one before them warms up."""
+    """Run ``steps`` optimizer steps on this rank and write ``folder/rank-<rank>.json``.
+
+    One before them warms up: it trains too, so that the loader is as far ahead as it is later on.
+    """
     ranks = dist.get_world_size()
     documents = _Documents(_SAMPLES * ranks * (steps + 1))
     loader = build_loader(
@@ -54,13 +57,19 @@ def record(rank: int, steps: int, folder: Path) -> None:  # noqa: ARG001 - run_r
         cost=LinearQuadraticCost(0.0, 1.0),
     )
     with loader:
-        while not next(loader)["info"].is_last_micro_batch:
-            pass
+        for batch in loader:
+            _train(batch)
+            if batch["info"].is_last_micro_batch:
+                break
         dist.barrier()
         with Timeline(loader, folder) as timeline:
             for batch in loader:
                 with timeline.span("train"):
-                    # Positions within a document add up to half the square of its length.
-                    time.sleep(_SECONDS * float(batch["position_ids"].sum()))
+                    _train(batch)
                 with timeline.span("gradients"):
                     dist.barrier()
+
+
+def _train(batch: dict[str, Any]) -> None:
+    # Positions within a document add up to half the square of its length.
+    time.sleep(_SECONDS * float(batch["position_ids"].sum()))
