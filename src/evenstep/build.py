@@ -180,7 +180,8 @@ def _plane(mesh: DeviceMesh | None, config: LoaderConfig, device: torch.device) 
 
 def _compose(request: Request, plane: DataPlane) -> BaseNode[Any]:
     """The graph of this rank, by its role."""
-    root = ModelBroadcast(_constructed(request, plane), plane, request.batch_spec)
+    spec = None if request.batch_spec is None else request.batch_spec.with_info()
+    root = ModelBroadcast(_constructed(request, plane), plane, spec)
     return root if request.shard is None else ContextShard(root, plane, request.shard)
 
 

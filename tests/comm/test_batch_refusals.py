@@ -133,3 +133,26 @@ def test_specification_errors() -> None:
         TensorSpec(torch.int64, (-1,))
     with pytest.raises(TypeError, match=re.escape("dtype is 'int64': its bytes cannot be sent")):
         TensorSpec("int64")  # type: ignore[arg-type]
+
+
+def test_ranks_compare_specifications_by_what_they_say() -> None:
+    fields = {"a": TensorSpec(torch.int64, (1, None)), "b": int}
+    assert repr(BatchSpec(fields)) == repr(BatchSpec(dict(fields)))
+    others = [
+        {**fields, "b": TensorSpec(torch.int32)},
+        {**fields, "a": TensorSpec(torch.int64, (1, 4))},
+        {"a": fields["a"]},
+    ]
+    told = {repr(BatchSpec(other)) for other in [fields, *others]} | {
+        repr(BatchSpec(fields, cpu_fields=("a",)))
+    }
+    assert len(told) == 5
+    assert repr(BatchSpec(fields)).startswith("BatchSpec(a: int64[1, None]; 0x")
+
+
+def test_only_a_mapping_without_info_gets_one() -> None:
+    without, named = BatchSpec({"a": int}), BatchSpec({"a": int, "info": BatchInfo})
+    assert repr(without.with_info()) == repr(named) != repr(without)
+    assert named.with_info() is named
+    flat = BatchSpec([TensorSpec(torch.int64)])
+    assert flat.with_info() is flat

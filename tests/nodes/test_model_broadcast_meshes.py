@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
-from evenstep import DataPlane, LoaderConfig, StepSampler, build_loader
+from evenstep import BatchSpec, DataPlane, LoaderConfig, StepSampler, TensorSpec, build_loader, collate_rows
 from evenstep.nodes.model_broadcast import ModelBroadcast
 from evenstep.testing import SimulatedWorld, assert_same, run_ranks
 from evenstep.testing.positions import Positions
@@ -134,3 +134,32 @@ def test_tensors_of_all_sizes_over_gloo() -> None:
         assert not batch["small"].any()
         assert torch.equal(batch["large"], torch.arange(1 << 19))
         assert [len(tensor) for tensor in batch["middling"]] == [300_000 + i for i in range(6)]
+
+
+def declared_batches(rank: int) -> list[Any]:
+    """With a specification made on each rank, which does not name ``"info"``."""
+    spec = BatchSpec(
+        {
+            "input_ids": TensorSpec(torch.int64, (1, 13)),
+            "labels": TensorSpec(torch.int64, (1, None)),
+            "max_seqlen": int,
+        }
+    )
+
+    def collate(rows: list[Any]) -> dict[str, Any]:
+        batch = collate_rows(rows)
+        return {name: batch[name] for name in ("input_ids", "labels", "max_seqlen")}
+
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    sampler = StepSampler(len(LENGTHS), global_batch_size=8, seed=1)
+    config = LoaderConfig(seq_len=13)
+    with build_loader(DOCUMENTS, mesh, config, sampler=sampler, collate=collate, batch_spec=spec) as loader:
+        return list(loader)
+
+
+@pytest.mark.gloo
+def test_declared_batches_over_gloo() -> None:
+    constructor, peer = run_ranks(declared_batches, 2)
+    assert len(constructor) == len(LENGTHS)
+    assert [batch["info"].step for batch in peer] == [k // 8 for k in range(len(LENGTHS))]
+    assert_same(peer, constructor)

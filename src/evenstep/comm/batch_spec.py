@@ -26,6 +26,7 @@ from evenstep.comm.batch_structure import (
 )
 from evenstep.comm.codec.classes import is_dataclass_type, is_named_tuple_type, record_fields
 from evenstep.comm.codec.leaves import TENSOR_DTYPES
+from evenstep.samples import BatchInfo
 
 __all__ = ["BatchSpec", "TensorSpec"]
 
@@ -72,6 +73,7 @@ class BatchSpec:
         fields: Nested dicts, lists, tuples and NamedTuples of `TensorSpec`; a scalar type (int, float, bool, str; it
             also allows None) for one number or string; ``list`` or ``tuple`` for a run of scalars; a dataclass
             or NamedTuple type for one whose fields are all scalars.
+            In `evenstep.build_loader` ``"info"`` may be left out: every mapping batch gets it.
         cpu_fields: Paths of tensors that stay on the host (``"cu_seqlens"``, ``"vision.grid"``). All others are on
             one device.
 
@@ -81,6 +83,7 @@ class BatchSpec:
     """
 
     def __init__(self, fields: Any, *, cpu_fields: Collection[str] = ()) -> None:
+        self._fields = fields
         self.tensors: list[TensorSpec] = []
         self.paths: list[str] = []
         self.cpu_fields: frozenset[str] = frozenset(cpu_fields)
@@ -100,6 +103,20 @@ class BatchSpec:
             for dim, n in enumerate(spec.shape)
             if n is None
         ]
+
+    def __repr__(self) -> str:
+        """The same in every process, and different for different specifications: ranks compare it."""
+        tensors = zip(self.paths, self.tensors, strict=True)
+        told = ", ".join(f"{path}: {dtype_name(spec.dtype)}{list(spec.shape)}" for path, spec in tensors)
+        return f"BatchSpec({told}; {self.digest:#x})"
+
+    def with_info(self) -> BatchSpec:
+        """This specification and the `evenstep.BatchInfo` that a mapping batch gets under ``"info"``, if it has none."""
+        if not isinstance(self._fields, Mapping) or "info" in self._fields:
+            return self
+        fields = {**self._fields, "info": BatchInfo}
+        kind = OrderedDict if type(self._fields) is OrderedDict else dict
+        return BatchSpec(kind(fields), cpu_fields=self.cpu_fields)
 
     def structure(self, device_type: str) -> list[Any]:
         """The structure (as `describe` returns it) of batches whose tensors are on ``device_type``."""
