@@ -14,7 +14,7 @@ from evenstep import cli
 @pytest.mark.gloo
 def test_the_small_job_on_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, picture = tmp_path / "new" / "timeline.json", tmp_path / "timeline.png"
-    assert cli.main(["trace", "--steps", "1", "--out", str(out), "--picture", str(picture)]) == 0
+    assert cli.main(["trace", "--steps", "2", "--out", str(out), "--picture", str(picture)]) == 0
     events = [event for event in json.loads(out.read_text())["traceEvents"] if event["ph"] == "X"]
     assert capsys.readouterr().out == (
         f"wrote {out} and {picture}: {len(events)} spans of 2 ranks; open it in https://ui.perfetto.dev or "

@@ -45,10 +45,11 @@ class _Documents:
 def record(rank: int, steps: int, folder: Path) -> None:  # noqa: ARG001 - run_ranks passes it
     """Run ``steps`` optimizer steps on this rank and write ``folder/rank-<rank>.json``.
 
-    One before them warms up: it trains too, so that the loader is as far ahead as it is later on.
+    One before them warms up: it trains too, so that the loader is as far ahead as it is later on; one behind them is what it
+    is ahead to.
     """
     ranks = dist.get_world_size()
-    documents = _Documents(_SAMPLES * ranks * (steps + 1))
+    documents = _Documents(_SAMPLES * ranks * (steps + 2))
     loader = build_loader(
         documents,
         init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp",)),
@@ -68,6 +69,8 @@ def record(rank: int, steps: int, folder: Path) -> None:  # noqa: ARG001 - run_r
                     _train(batch)
                 with timeline.span("gradients"):
                     dist.barrier()
+                if loader.step > steps:
+                    break
 
 
 def _train(batch: dict[str, Any]) -> None:
