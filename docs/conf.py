@@ -105,6 +105,7 @@ MODULES = [
     "evenstep.comm.batch_spec",
     "evenstep.topology",
     "evenstep.device",
+    "evenstep.lengths",
     "evenstep.simulate",
     "evenstep.trace",
     "evenstep.testing",

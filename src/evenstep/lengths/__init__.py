@@ -1,4 +1,9 @@
-"""``evenstep lengths``: scans a dataset once, so that its lengths are known ahead ever after."""
+"""``evenstep lengths``: scans a dataset once, so that its lengths are known ahead ever after.
+
+Which file does what:
+
+    named.py       what is scanned: MODULE:NAME on a command line
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from importlib import import_module
 from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +21,7 @@ import numpy.typing as npt
 
 from evenstep.config import LoaderConfig
 from evenstep.errors import SampleError
+from evenstep.lengths.named import named
 from evenstep.progress import no_progress, terminal_progress
 from evenstep.shown import shown
 
@@ -39,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "dataset",
         metavar="MODULE:NAME",
-        help="a dataset, or a function or class without arguments that makes one",
+        help="a dataset, or a function or class without arguments that makes one; FILE.py:NAME will do, too",
     )
     parser.add_argument(
         "-o", "--output", type=Path, required=True, metavar="FILE.npy", help="where lengths go"
@@ -69,10 +74,10 @@ def run(args: argparse.Namespace) -> int:
     """Run ``evenstep lengths``: 0, or 1 with a message on stderr."""
     begin = time.perf_counter()
     try:
-        dataset: Any = _import(args.dataset)
+        dataset: Any = named(args.dataset)
         if isinstance(dataset, type) or (not hasattr(dataset, "__getitem__") and callable(dataset)):
             dataset = _called(dataset, args.dataset)
-        metadata_fn: Any = None if args.metadata_fn is None else _import(args.metadata_fn)
+        metadata_fn: Any = None if args.metadata_fn is None else named(args.metadata_fn)
         lengths = scan_lengths(
             dataset,
             args.output,
@@ -235,18 +240,3 @@ def _called(make: Callable[[], Any], path: str) -> Any:
     except ValueError:  # some builtins do not tell their arguments
         pass
     return make()
-
-
-def _import(path: str) -> Any:
-    """What ``module:name`` names; modules in the working directory are found too."""
-    module, colon, name = path.partition(":")
-    if not colon or not module or not name:
-        raise ValueError(
-            f"{path!r} names nothing; expected MODULE:NAME, for example my_project.data:train_set"
-        )
-    if "" not in sys.path:
-        sys.path.insert(0, "")
-    found: Any = import_module(module)
-    for attribute in name.split("."):
-        found = getattr(found, attribute)
-    return found

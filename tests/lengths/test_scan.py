@@ -189,10 +189,16 @@ def test_a_class_that_needs_arguments_is_told_so(
     [
         (
             "nothing",
-            "evenstep lengths: 'nothing' names nothing; expected MODULE:NAME, for example my_project.data:train_set",
+            "evenstep lengths: 'nothing' names nothing; expected MODULE:NAME, for example my_project.data:train_set, "
+            "or FILE.py:NAME",
         ),
-        ("no_such_module_here:x", "evenstep lengths: No module named 'no_such_module_here'"),
-        ("json:nope", "evenstep lengths: module 'json' has no attribute 'nope'"),
+        (
+            "no_such_module_here:x",
+            f"evenstep lengths: no_such_module_here:x: no module 'no_such_module_here' in {Path.cwd()}, nor elsewhere on "
+            "Python's path; change to the folder that it lies in, name the file (FOLDER/no_such_module_here.py:NAME), or set "
+            "PYTHONPATH=FOLDER",
+        ),
+        ("no_such.py:x", f"evenstep lengths: no_such.py:x: there is no file no_such.py in {Path.cwd()}"),
         (
             "json:decoder",
             "evenstep lengths: module has no len() and [index]: only a map-style dataset can be scanned",
