@@ -7,33 +7,16 @@ from typing import Any
 
 import numpy as np
 
+from evenstep.style import GRID, INK, MUTED, style
+
 __all__ = ["save_growth"]
 
 _UNDATED: Any = {"Date": None, "Creator": None}  # equal figures are equal files
-_INK, _MUTED, _GRID = "#1f2933", "#7b8794", "#e4e7eb"
 _LINES = (
-    ("heap_lpt", "bare heap LPT", "#7b8794", "s"),
+    ("heap_lpt", "bare heap LPT", MUTED, "s"),
     ("lpt", '"lpt"', "#3a7d44", "o"),
     ("auto", '"auto"', "#2f6690", "o"),
 )
-_STYLE: Any = {
-    "font.size": 10,
-    "axes.edgecolor": _MUTED,
-    "axes.labelcolor": _INK,
-    "axes.titlecolor": _INK,
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "text.color": _INK,
-    "xtick.color": _MUTED,
-    "ytick.color": _MUTED,
-    "xtick.labelcolor": _INK,
-    "ytick.labelcolor": _INK,
-    "legend.frameon": False,
-    "svg.hashsalt": "evenstep",
-    "svg.fonttype": "none",
-    "savefig.dpi": 150,
-}
 
 
 def save_growth(points: list[dict[str, float]], machine: str, path: Path) -> None:
@@ -48,19 +31,19 @@ def save_growth(points: list[dict[str, float]], machine: str, path: Path) -> Non
     from matplotlib.figure import Figure
 
     samples = np.array([point["samples"] for point in points])
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(style(axes__titleweight="normal", savefig__dpi=150)):
         figure = Figure(figsize=(7.2, 4.4), layout="constrained")
         panel = figure.subplots()
         fine = np.geomspace(samples[0], samples[-1], 60)
         ideal = fine * np.log(fine)
         scale = points[-1]["auto_seconds"] / ideal[-1]
-        panel.plot(fine, ideal * scale, color=_INK, linewidth=1.2, linestyle="--", label="n log n")
+        panel.plot(fine, ideal * scale, color=INK, linewidth=1.2, linestyle="--", label="n log n")
         for key, label, color, marker in _LINES:
             seconds = [point[f"{key}_seconds"] for point in points]
             panel.plot(samples, seconds, color=color, marker=marker, markersize=5, linewidth=2, label=label)
         panel.set_xscale("log")
         panel.set_yscale("log")
-        panel.grid(visible=True, color=_GRID)
+        panel.grid(visible=True, color=GRID)
         panel.set_axisbelow(True)
         panel.set_xlabel("samples of a window (61 a row)")
         panel.set_ylabel("CPU seconds to plan it")
@@ -70,6 +53,6 @@ def save_growth(points: list[dict[str, float]], machine: str, path: Path) -> Non
         )
         panel.legend(loc="upper left")
         figure.text(
-            1.0, 0.0, machine.partition(", python")[0], ha="right", va="bottom", fontsize=8, color=_MUTED
+            1.0, 0.0, machine.partition(", python")[0], ha="right", va="bottom", fontsize=8, color=MUTED
         )
         figure.savefig(path, metadata=_UNDATED if path.suffix == ".svg" else {"Software": None})

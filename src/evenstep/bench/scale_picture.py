@@ -6,33 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from evenstep.style import INK, MUTED, style
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 __all__ = ["draw"]
 
-_INK, _MUTED, _GRID = "#1f2933", "#7b8794", "#e4e7eb"
 _COLORS = ("#d1495b", "#8f5aa8", "#3a7d44", "#2f6690", "#c98a1b")
-_STYLE: Any = {
-    "font.size": 9,
-    "axes.edgecolor": _MUTED,
-    "axes.labelcolor": _INK,
-    "axes.titlesize": 10,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": _GRID,
-    "text.color": _INK,
-    "xtick.color": _MUTED,
-    "ytick.color": _MUTED,
-    "legend.frameon": False,
-    "savefig.dpi": 110,
-    "svg.fonttype": "none",
-    "svg.hashsalt": "evenstep",
-}
 
 
 def draw(path: Path, result: dict[str, Any]) -> None:
@@ -43,7 +24,7 @@ def draw(path: Path, result: dict[str, Any]) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(style(font__size=9, axes__titlesize=10)):
         figure = Figure(figsize=(11.0, 3.7), layout="constrained")
         FigureCanvasAgg(figure)
         even, seconds, step = figure.subplots(1, 3)
@@ -103,11 +84,11 @@ def _seconds(panel: Axes, result: dict[str, Any]) -> None:
     panel.plot(
         [job["dp_size"] for job in result["jobs"]],
         [sum(way["talk_seconds"].values()) for way in ways],
-        color=_MUTED,
+        color=MUTED,
         linestyle=":",
         label="collectives (model)",
     )
-    panel.axhline(result["step_seconds"], color=_INK, linewidth=1, linestyle="--", label="an even step")
+    panel.axhline(result["step_seconds"], color=INK, linewidth=1, linestyle="--", label="an even step")
     panel.set_yscale("log")
     panel.set_ylim(top=200 * panel.get_ylim()[1])  # room for the legend
     panel.set_title("Seconds for all ranks together")
@@ -119,7 +100,7 @@ def _steps(panel: Axes, result: dict[str, Any]) -> None:
         panel.plot(xs, ys, color=color, marker="o", markersize=4, label=name)
     begin = result["groups_begin"]
     if begin is not None:
-        panel.axvline(begin, color=_INK, linewidth=1, linestyle="--")
+        panel.axvline(begin, color=INK, linewidth=1, linestyle="--")
         panel.text(begin, result["step_seconds"], f" groups begin: {begin:,}", va="bottom", fontsize=8)
     panel.set_ylim(result["step_seconds"], most)
     panel.set_title("Predicted step")

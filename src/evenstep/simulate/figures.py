@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from evenstep.simulate.simulation import Outcome, Simulation, StepPicture
+from evenstep.style import INK, MUTED, style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,32 +20,9 @@ __all__ = ["draw_efficiency", "draw_lengths", "draw_step"]
 
 P = ParamSpec("P")
 
-_INK, _MUTED, _GRID = "#1f2933", "#7b8794", "#e4e7eb"
 _WORK = ("#2f6690", "#6aa3c8")
 _WAIT = "#f3c6b8"
 _LINES = ("#2f6690", "#d1495b", "#3a7d44", "#8f5aa8")
-_STYLE: Any = {
-    "font.size": 10,
-    "axes.edgecolor": _MUTED,
-    "axes.labelcolor": _INK,
-    "axes.titlecolor": _INK,
-    "axes.titlesize": 11,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": _GRID,
-    "text.color": _INK,
-    "xtick.color": _MUTED,
-    "ytick.color": _MUTED,
-    "xtick.labelcolor": _INK,
-    "ytick.labelcolor": _INK,
-    "legend.frameon": False,
-    "figure.dpi": 110,
-    "savefig.dpi": 110,
-}
 
 
 def _styled(draw: Callable[P, Figure]) -> Callable[P, Figure]:
@@ -52,7 +30,7 @@ def _styled(draw: Callable[P, Figure]) -> Callable[P, Figure]:
     def styled(*args: P.args, **kwargs: P.kwargs) -> Figure:
         import matplotlib as mpl
 
-        with mpl.rc_context(_STYLE):
+        with mpl.rc_context(style(axes__titlesize=11, figure__dpi=110)):
             return draw(*args, **kwargs)
 
     return styled
@@ -96,8 +74,8 @@ def _efficiency_panel(panel: Axes, outcomes: list[Outcome], simulation: Simulati
     windows = simulation.settings.fitting_windows
     position = {window: place for place, window in enumerate(windows)}
     unplanned = [outcome for outcome in outcomes if not outcome.window]
-    for outcome, style in zip(unplanned, ("--", ":"), strict=False):
-        panel.axhline(outcome.efficiency, color=_MUTED, linestyle=style, linewidth=1.6, label=outcome.layout)
+    for outcome, dashes in zip(unplanned, ("--", ":"), strict=False):
+        panel.axhline(outcome.efficiency, color=MUTED, linestyle=dashes, linewidth=1.6, label=outcome.layout)
     algorithms = list(dict.fromkeys(outcome.layout for outcome in outcomes if outcome.window))
     bounds: dict[int, float] = {}
     for number, algorithm in enumerate(algorithms):
@@ -117,8 +95,8 @@ def _efficiency_panel(panel: Axes, outcomes: list[Outcome], simulation: Simulati
                 bounds[outcome.window] = min(ceiling, bounds.get(outcome.window, 1.0))
     if bounds:
         places = [position[window] for window in bounds]
-        panel.fill_between(places, list(bounds.values()), 2.0, color=_INK, alpha=0.09, linewidth=0)
-        panel.plot(places, list(bounds.values()), color=_INK, linewidth=1, label="cannot be beaten")
+        panel.fill_between(places, list(bounds.values()), 2.0, color=INK, alpha=0.09, linewidth=0)
+        panel.plot(places, list(bounds.values()), color=INK, linewidth=1, label="cannot be beaten")
     panel.set_xticks(range(len(windows)), [str(window) for window in windows])
     panel.set_xlim(-0.3, len(windows) - 0.7)
 
@@ -140,7 +118,7 @@ def draw_step(picture: StepPicture) -> Figure:
         panel.set_title(f"{title}: takes {ends[-1]:.2f}")
         panel.set_ylabel("dp rank")
     for panel in panels:
-        panel.axvline(1.0, color=_INK, linewidth=1.2, linestyle="--")
+        panel.axvline(1.0, color=INK, linewidth=1.2, linestyle="--")
         panel.set_xlim(0, max(ends) * 1.005)
         panel.set_ylim(picture.dp_size - 0.5, -0.5)
         panel.grid(False)
@@ -197,7 +175,7 @@ def draw_lengths(lengths: npt.NDArray[np.int64], seq_len: int) -> Figure:
         share = counts / counts.sum()
         panel.fill_between(middle, share, step="mid", color=color, alpha=0.25, linewidth=0)
         panel.step(middle, share, where="mid", color=color, linewidth=1.6, label=label)
-    panel.axvline(seq_len, color=_INK, linewidth=1.2, linestyle="--", label=f"row of {seq_len:,} tokens")
+    panel.axvline(seq_len, color=INK, linewidth=1.2, linestyle="--", label=f"row of {seq_len:,} tokens")
     panel.set_xscale("log")
     panel.set_xlim(0.8 * low, 1.2 * high)
     panel.set_ylim(bottom=0)
