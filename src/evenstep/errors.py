@@ -58,6 +58,10 @@ class SampleError(RemoteRankError):
             message, rank=rank, error_type=error_type, error_message=error_message, sample=sample
         )
 
+    def __reduce__(self) -> tuple[type[SampleError], tuple[str, int], dict[str, object]]:
+        """Whole across processes; an exception keeps only its positional arguments by itself."""
+        return type(self), (str(self), self.sample), self.__dict__
+
 
 class StateMismatch(ValueError):  # noqa: N818 - the name is public API
     """A saved state does not belong to this dataset, order, seed or layout."""
