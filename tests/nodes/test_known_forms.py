@@ -34,6 +34,7 @@ def forms(lengths: list[int], folder: Path) -> dict[str, Any]:
         },
         "records": records,
         "table": MetadataTable.from_samples(records),
+        "known": known_metadata(lengths, len(lengths)),
     }
 
 

@@ -136,12 +136,9 @@ def announce(
 
 def _check_plans(headers: dict[int, Header], plane: DataPlane) -> None:
     group = plane.balance
-    if group is None:
-        return
+    assert group is not None, "every rank of the data plane is in one"
     # Who leaves after its last batch says nothing of plans.
     telling = [rank for rank in group.ranks if headers[rank].status in (OK, EXHAUSTED)]
-    if not telling:
-        return
     first = headers[telling[0]].plan
     for rank in telling:
         if headers[rank].plan != first:

@@ -199,14 +199,14 @@ class Planner(Stage[Any, PlannedBatch]):
             features={name: columns.feature(name) for name in columns.names},
         )
 
-    def _holders(self, window: GatheredWindow) -> npt.NDArray[np.int32] | None:
+    def _holders(self, window: GatheredWindow) -> npt.NDArray[np.int32]:
         """Dp rank, counted inside the balance group, that holds each sample."""
         group, topology = self.plane.balance, self.plane.topology
         if window.owners is not None:
             # Nobody holds anything, but the plan is the one that would be made if the samples had been read.
             return window.owners - np.int32(topology.group_start)
-        if window.holders is None or group is None:
-            return None
+        assert window.holders is not None, "what nobody was assigned was read"
+        assert group is not None
         dp_of = {rank: d for d, replica in enumerate(topology.replicas) for rank in replica}
         by_position = np.array([dp_of[rank] - topology.group_start for rank in group.ranks], dtype=np.int32)
         return by_position[window.holders]

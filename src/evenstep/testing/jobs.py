@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -252,8 +252,3 @@ def jobs(draw: st.DrawFn, /, **choices: Any) -> tuple[Stream, Layout]:
     """A stream and a layout for it; ``choices`` go to `layouts`."""
     stream = draw(streams())
     return stream, draw(layouts(stream, **choices))
-
-
-def resized(stream: Stream, rows: int) -> Stream:
-    """The same samples in the same order, in steps of ``rows``."""
-    return replace(stream, rows=rows)
