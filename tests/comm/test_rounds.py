@@ -337,3 +337,20 @@ def test_a_closing_rank_hears_nothing_of_the_others_errors() -> None:
 
     assert outcomes(work) == ["left", "failed"]
     assert CLOSING not in (OK, EXHAUSTED, FAILED)
+
+
+def test_another_stream_of_one_process_may_begin_while_this_one_talks() -> None:
+    class Overtaken(SoloCommunicator):
+        """Meanwhile a second graph on the same plane is reset in its own thread."""
+
+        calls = 0
+
+        def all_gather(self, row: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            assert self.calls < 9, "the conversation never ends"
+            if self.calls == 1:
+                rounds.restart()
+            return super().all_gather(row)
+
+    rounds = Rounds(Overtaken())
+    assert rounds.begin(Header(OK))[0].status == OK

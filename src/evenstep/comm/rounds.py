@@ -131,20 +131,20 @@ class Rounds:
         return describe_error(error, self._control.ranks[self._control.position])
 
     def _talk(self, header: Header, text: bytes) -> list[Header]:
-        header = replace(header, generation=self._generation, error_bytes=len(text))
+        # Of this call: where one process has several streams on a plane, another of them may begin meanwhile.
+        generation = self._generation
+        header = replace(header, generation=generation, error_bytes=len(text))
         while True:
             rows = self._control.all_gather(header.pack())
             headers = [Header.unpack(row, rank) for row, rank in zip(rows, self._control.ranks, strict=True)]
             if any(h.error_bytes for h in headers):
                 texts = gather_padded(self._control, text, [h.error_bytes for h in headers])
-                if all(h.generation == self._generation for h in headers):
+                if all(h.generation == generation for h in headers):
                     raise remote_error(
                         *next((t, r) for t, r in zip(texts, self._control.ranks, strict=True) if t)
                     )
             newer = [
-                r
-                for h, r in zip(headers, self._control.ranks, strict=True)
-                if h.generation > self._generation
+                r for h, r in zip(headers, self._control.ranks, strict=True) if h.generation > generation
             ]
             if newer:
                 raise RemoteRankError(
@@ -152,7 +152,7 @@ class Rounds:
                     "begun: its data cannot arrive. Call iter(), load_state_dict() and set_epoch() on every rank.",
                     rank=newer[0],
                 )
-            if all(h.generation == self._generation for h in headers):
+            if all(h.generation == generation for h in headers):
                 return headers
             # A rank answered with the header of a stream that it had already posted and is about to leave.
 
