@@ -294,3 +294,19 @@ def test_an_order_that_leaves_the_metadata_is_refused_where_it_does() -> None:
         )
         with pytest.raises(RemoteRankError, match=re.escape(message)):
             next(loader)
+
+
+def test_a_plane_that_was_closed_with_its_loader_is_refused() -> None:
+    def build_twice(plane: DataPlane) -> None:
+        for _ in range(2):
+            with build_loader(DATA, plane, CONFIG, sampler=sampler()) as loader:
+                next(loader)
+
+    message = (
+        "this data plane has been closed, with the loader that used it: its groups are not used again. Pass the mesh, "
+        "or make a plane for each loader with DataPlane.from_mesh(mesh)."
+    )
+    for outcome in SimulatedWorld(2).outcomes(build_twice):
+        assert isinstance(outcome, RuntimeError)
+        assert str(outcome) == message
+    build_twice(DataPlane.single())  # nobody else has seen it close

@@ -161,7 +161,16 @@ class DataPlane:
         return self.topology.rank == self.topology.planner
 
     def agree(self, config: Mapping[str, str], problem: Exception | None = None) -> None:
-        """Raise on every rank if one has a ``problem`` or another ``config``; see `from_mesh`."""
+        """Raise on every rank if one has a ``problem`` or another ``config``; see `from_mesh`.
+
+        Raises:
+            RuntimeError: The plane has been closed, with the loader that used it.
+        """
+        if len(self.world.ranks) > 1 and not self._leave.alive:
+            raise RuntimeError(
+                "this data plane has been closed, with the loader that used it: its groups are not used again. Pass the "
+                "mesh, or make a plane for each loader with DataPlane.from_mesh(mesh)."
+            )
         agree(self.world, config, problem)
 
     def fail(self, error: BaseException) -> None:
