@@ -112,6 +112,28 @@ def test_known_loss_tokens_that_are_not_those_of_the_samples_are_said_once(
     )
 
 
+@pytest.mark.parametrize("skipped", [None, 5])
+@pytest.mark.parametrize("documents", [None, "inner"])
+def test_lengths_alone_leave_the_loss_tokens_of_a_batch_to_be_counted(
+    documents: str | None, skipped: int | None
+) -> None:
+    class Some(Samples):
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            if index == skipped:
+                raise OSError("no such block")
+            return super().__getitem__(index)
+
+    pack = functools.partial(pack_text, ignore_index=-1, documents=documents)
+    config = LoaderConfig(seq_len=10, oversized="truncate", on_sample_error="skip")
+    sampler = StepSampler(8, global_batch_size=4, order="sequential")
+    lengths = [8 + index for index in range(8)]
+    batches = list(build_loader(Some(), None, config, sampler=sampler, pack=pack, metadata=lengths))
+    assert len(batches) == 8
+    for batch in batches:
+        assert batch["info"].num_loss_tokens == int((batch["labels"] != -1).sum())
+        assert batch["info"].step_loss_tokens is None
+
+
 class Rows:
     """Packed rows of three documents with 24 tokens, and short ones."""
 

@@ -62,7 +62,8 @@ class PlannedReader(Stage[PlannedBatch, RoutedBatch]):
         explode: ``sample -> documents``: with ``config.repack`` each is a sample of its own, and a packed sample is read
             wherever one of them is needed; else it only tells the documents inside one.
         loss_tokens: Counts the loss tokens of a sample as the packer leaves them (see `evenstep.packing.loss_counter`), to
-            say once where the metadata has others; None: they are not compared.
+            say once where the metadata has others, and for ``num_loss_tokens`` of a batch where it has none; None: nobody
+            knows.
         fetcher: Reads the dataset; default: by ``config``.
 
     Attributes:
@@ -93,7 +94,8 @@ class PlannedReader(Stage[PlannedBatch, RoutedBatch]):
         whole = None if config.repack else explode
         self._compares = metadata_fn is not None or whole is not None
         self._describe = Describer(config, metadata_fn, whole)
-        self._loss_tokens = loss_tokens
+        self._loss_tokens = self._count = loss_tokens
+        self._limit = config.seq_len if config.oversized == "truncate" else None
         self._planner = source if isinstance(source, Planner) and self._fetcher.ahead else None
         self._now: _UnderWay | None = None
         self._following: _UnderWay | None = None
@@ -132,7 +134,16 @@ class PlannedReader(Stage[PlannedBatch, RoutedBatch]):
         if left_out:
             self.counts += Counts(skipped=left_out)
             mine = mine.keep(batch, kept, self._config)
+        if mine.info.num_loss_tokens is None:
+            mine = mine.with_loss_tokens(self._counted(rows))
         return mine.routed(rows)
+
+    def _counted(self, rows: list[list[Any]]) -> int | None:
+        """Loss tokens of the samples in ``rows``; None where nobody can tell."""
+        if self._count is None:
+            return None
+        found = [self._count(value, self._limit) for row in rows for value in row]
+        return None if None in found else sum(n for n in found if n is not None)
 
     def _window_of(self, batch: PlannedBatch) -> _UnderWay:
         """The samples of the window that ``batch`` is of; workers go on with those of the next one."""
@@ -203,8 +214,7 @@ class PlannedReader(Stage[PlannedBatch, RoutedBatch]):
         """Wrong ones overflow no row, but they divide the loss of a whole step."""
         if self._loss_tokens is None or planned < 0:
             return
-        limit = self._config.seq_len if self._config.oversized == "truncate" else None
-        found = self._loss_tokens(value, limit)
+        found = self._loss_tokens(value, self._limit)
         if found is not None and found != planned:
             self._loss_tokens = None
             log.warning(

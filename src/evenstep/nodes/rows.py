@@ -69,6 +69,10 @@ class MicroBatch:
         )
         return replace(self, info=info)
 
+    def with_loss_tokens(self, count: int | None) -> MicroBatch:
+        """The same with ``count`` loss tokens in this rank's rows."""
+        return replace(self, info=replace(self.info, num_loss_tokens=count))
+
     def routed(self, samples: list[list[Any]]) -> RoutedBatch:
         """The rows with their payloads."""
         return RoutedBatch(samples, self.seq_len, self.info)
