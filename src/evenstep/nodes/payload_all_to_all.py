@@ -14,7 +14,7 @@ from evenstep.comm.plane import DataPlane
 from evenstep.config import LoaderConfig
 from evenstep.nodes.items import GatheredWindow, PlannedBatch, RoutedBatch
 from evenstep.nodes.rows import MicroBatch
-from evenstep.nodes.stage import Stage, call
+from evenstep.nodes.stage import Stage, call, configured
 
 __all__ = ["PayloadAllToAll"]
 
@@ -25,7 +25,7 @@ class PayloadAllToAll(Stage[PlannedBatch, RoutedBatch]):
     Args:
         source: Planned micro-batches.
         plane: The data plane.
-        config: ``exchange`` and ``seq_len``.
+        config: ``exchange`` and ``seq_len``; default: that of the nearest node upstream.
         codec: How samples travel; default `PayloadCodec`; the same as the reader's.
         pool: Where buffers come from; default: a pool of its own.
     """
@@ -36,14 +36,14 @@ class PayloadAllToAll(Stage[PlannedBatch, RoutedBatch]):
         self,
         source: BaseNode[PlannedBatch],
         plane: DataPlane,
-        config: LoaderConfig,
+        config: LoaderConfig | None = None,
         *,
         codec: Codec | None = None,
         pool: BufferPool | None = None,
     ) -> None:
         super().__init__(source)
         self.plane = plane
-        self._config = config
+        self._config = configured(config, source)
         self._codec = PayloadCodec() if codec is None else codec
         self._pool = BufferPool() if pool is None else pool
         ranks = () if plane.payload is None else plane.payload.ranks

@@ -20,7 +20,7 @@ from evenstep.nodes.planner import Planner
 from evenstep.nodes.read import make_fetcher
 from evenstep.nodes.rows import MicroBatch
 from evenstep.nodes.sample_seed import SeedKey
-from evenstep.nodes.stage import Stage
+from evenstep.nodes.stage import Stage, configured
 from evenstep.packing import LossCounter
 
 __all__ = ["PlannedReader"]
@@ -56,7 +56,7 @@ class PlannedReader(Stage[PlannedBatch, RoutedBatch]):
         source: Planned micro-batches of windows whose metadata was known.
         dataset: Anything with ``dataset[i]``; None on ranks that construct nothing.
         plane: The data plane.
-        config: ``num_workers``, ``worker`` and the policies for samples.
+        config: ``num_workers``, ``worker`` and the policies for samples; default: that of the nearest node upstream.
         metadata_fn: How the length of a read sample is told; default ``len(sample["input_ids"])``; samples that
             it cannot tell are not compared where it is None.
         explode: ``sample -> documents``: with ``config.repack`` each is a sample of its own, and a packed sample is read
@@ -77,7 +77,7 @@ class PlannedReader(Stage[PlannedBatch, RoutedBatch]):
         source: BaseNode[PlannedBatch],
         dataset: Any,
         plane: DataPlane,
-        config: LoaderConfig,
+        config: LoaderConfig | None = None,
         *,
         metadata_fn: Callable[[Any], Any] | None = None,
         explode: Callable[[Any], Iterable[Any]] | None = None,
@@ -88,6 +88,7 @@ class PlannedReader(Stage[PlannedBatch, RoutedBatch]):
         self.plane = plane
         self.dataset = dataset
         self.counts: Counts = Counts()
+        config = configured(config, source)
         self._config = config
         self._fetcher = make_fetcher(dataset, config, plane) if fetcher is None else fetcher
         self._explode = explode

@@ -21,7 +21,7 @@ from evenstep.nodes.balance import Balance
 from evenstep.nodes.items import GatheredWindow, Place, PlannedBatch
 from evenstep.nodes.known_windows import KnownWindows
 from evenstep.nodes.metadata_gather import MetadataGather
-from evenstep.nodes.stage import Stage, call, upstream
+from evenstep.nodes.stage import Stage, call, configured, upstream
 from evenstep.plan import Plan, plan_window, reference_layout
 
 __all__ = ["Planner"]
@@ -36,7 +36,7 @@ class Planner(Stage[Any, PlannedBatch]):
     Args:
         source: Gathered windows; or windows whose metadata is known ahead, for which it posts the status header.
         plane: The data plane.
-        config: Constraints, objective, algorithm and gate.
+        config: Constraints, objective, algorithm and gate; default: that of the nearest node upstream.
 
     Attributes:
         balances: The last windows planned on this rank, oldest first; empty where plans are only received.
@@ -46,8 +46,9 @@ class Planner(Stage[Any, PlannedBatch]):
 
     shown_as = "plan"
 
-    def __init__(self, source: BaseNode[Any], plane: DataPlane, config: LoaderConfig) -> None:
+    def __init__(self, source: BaseNode[Any], plane: DataPlane, config: LoaderConfig | None = None) -> None:
         super().__init__(source)
+        config = configured(config, source)
         self.plane = plane
         self.balances: deque[Balance] = deque()
         self.followed: bool = False

@@ -7,10 +7,11 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 from torchdata.nodes import BaseNode
 
+from evenstep.config import LoaderConfig
 from evenstep.errors import RemoteRankError, SampleError
 from evenstep.nodes.spans import Watched, watch
 
-__all__ = ["Stage", "call", "met_again", "nothing_lost", "upstream", "without_stages"]
+__all__ = ["Stage", "call", "configured", "met_again", "nothing_lost", "upstream", "without_stages"]
 
 In = TypeVar("In")
 Out = TypeVar("Out", covariant=True)
@@ -130,3 +131,20 @@ def upstream(node: object) -> Iterator[object]:
     while node is not None:
         yield node
         node = getattr(node, "source", None)
+
+
+def configured(config: LoaderConfig | None, source: object) -> LoaderConfig:
+    """``config``, or where that is None the one of the nearest node that ``source`` pulls from.
+
+    Raises:
+        TypeError: No node has one.
+    """
+    if config is not None:
+        return config
+    for node in upstream(source):
+        found = getattr(node, "_config", None)
+        if isinstance(found, LoaderConfig):
+            return found
+    raise TypeError(
+        f"no node that {type(source).__name__} pulls from has a LoaderConfig: pass one, config=LoaderConfig(seq_len=...)"
+    )
