@@ -53,7 +53,8 @@ with build_loader(texts, mesh, config, sampler=StepSampler(len(texts), global_ba
             optimizer.step()
             optimizer.zero_grad()
             if dist.get_rank() == 0 and loader.step % 5 == 0:
-                torch.save({name: part.state_dict() for name, part in parts.items()}, checkpoint)
+                torch.save({name: part.state_dict() for name, part in parts.items()}, "unfinished.pt")
+                Path("unfinished.pt").replace(checkpoint)  # whole, or not at all
                 print(f"step {loader.step}: saved")
             if loader.step == steps:
                 break

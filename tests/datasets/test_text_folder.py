@@ -84,3 +84,20 @@ def test_refusals(folder: Path) -> None:
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         TextFolder(folder, lambda text: [len(text)])[1]
+
+
+@pytest.mark.parametrize(
+    ("made", "told"),
+    [
+        ({"input_ids": [1]}, "{'input_ids': [1]}"),
+        (["a", "b"], "['a', 'b']"),
+        (object, "the class object"),
+    ],
+)
+def test_what_is_no_token_ids(made: object, told: str, folder: Path) -> None:
+    message = (
+        f"encode made {told} of {folder / 'b.txt'}, expected its token ids, integers [n]: of what a tokenizer returns, often "
+        ".ids or ['input_ids']"
+    )
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+        TextFolder(folder, lambda _: made)[1]  # type: ignore[arg-type, return-value]

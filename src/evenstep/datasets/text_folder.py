@@ -11,6 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from evenstep.shown import shown
+
 __all__ = ["TextFolder"]
 
 
@@ -60,6 +62,7 @@ class TextFolder:
 
         Raises:
             ValueError: The file is not UTF-8, and a tokenizer needs text.
+            TypeError: The tokenizer returned no token ids.
         """
         file = self.files[index]
         if self._encode is None:
@@ -71,7 +74,14 @@ class TextFolder:
                 f"{file} is not UTF-8 ({error.reason} at byte {error.start}): it would become other text; convert it, or "
                 "leave encode away to train on bytes"
             ) from None
-        return _sample(np.asarray(self._encode(text), dtype=np.int64))
+        ids = self._encode(text)
+        tokens = np.asarray(ids)
+        if tokens.ndim != 1 or (len(tokens) and tokens.dtype.kind not in "iu"):
+            raise TypeError(
+                f"encode made {shown(ids)} of {file}, expected its token ids, integers [n]: of what a tokenizer returns, "
+                "often .ids or ['input_ids']"
+            )
+        return _sample(tokens)
 
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
