@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenstep.comm.codec.scan import Unsupported, are_alike, scan
+from evenstep.comm.codec.scan import Unsupported, alike_columns, scan
 
 ONE = {"a": torch.zeros(3), "b": 1}
 VALUES: list[Any] = [
@@ -63,19 +63,22 @@ def samples(draw: st.DrawFn) -> list[Any]:
 
 @given(many=samples())
 def test_alike_samples_have_the_signature_of_the_first(many: list[Any]) -> None:
-    if are_alike(many):
+    columns = alike_columns(many)
+    if columns is not None:
         first = signature(many[0])
         assert all(signature(sample) == first for sample in many)
+        for column, key in zip(columns, many[0], strict=True):
+            assert all(value is sample[key] for value, sample in zip(column, many, strict=True))
 
 
 @pytest.mark.parametrize("value", VALUES[:2] + VALUES[7:8] + [3, 1.5, True, "text", b"bytes"])
 def test_the_usual_samples_are_found_alike(value: Any) -> None:
-    assert are_alike([{"ids": value, "b": 1}] * 3)
+    assert alike_columns([{"ids": value, "b": 1}] * 3) == [[value] * 3, [1] * 3]
 
 
 @pytest.mark.parametrize(
     "other", [{"b": 1, "a": torch.zeros(3)}, {"a": torch.zeros(3)}, {**ONE, "c": 1}, [1], 3]
 )
 def test_other_samples_are_not(other: Any) -> None:
-    assert not are_alike([ONE, other])
-    assert not are_alike([other, ONE])
+    assert alike_columns([ONE, other]) is None
+    assert alike_columns([other, ONE]) is None

@@ -7,13 +7,17 @@ import weakref
 from bisect import bisect_left, insort
 from collections import deque
 from dataclasses import dataclass
+from typing import TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 __all__ = ["BufferPool", "PoolStatistics"]
 
 ALIGNMENT = 64
+Memory: TypeAlias = npt.NDArray[np.uint8]
 _SMALLEST = 4096
 
 
@@ -57,8 +61,8 @@ class BufferPool:
             )
         self.max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._returned: deque[Tensor] = deque()
-        self._idle: list[tuple[int, int, Tensor]] = []  # capacity, age, memory; sorted
+        self._returned: deque[Memory] = deque()
+        self._idle: list[tuple[int, int, Memory]] = []  # capacity, latest first, memory; sorted
         self._watched: dict[int, weakref.ref[object]] = {}
         self._serial = 0
         self._hits = self._misses = self._dropped = 0
@@ -96,8 +100,8 @@ class BufferPool:
             self._idle.clear()
             self._idle_bytes = 0
 
-    def _reuse(self, nbytes: int) -> Tensor | None:
-        at = bisect_left(self._idle, (nbytes, 0))
+    def _reuse(self, nbytes: int) -> Memory | None:
+        at = bisect_left(self._idle, (nbytes,))
         # A much larger buffer is left for a larger request: else small segments would pin the large buffers.
         if at == len(self._idle) or self._idle[at][0] > max(2 * nbytes, _SMALLEST):
             return None
@@ -105,13 +109,13 @@ class BufferPool:
         self._idle_bytes -= capacity
         return memory
 
-    def _lend(self, memory: Tensor, nbytes: int) -> Tensor:
-        owner = memory.numpy()[:nbytes]
+    def _lend(self, memory: Memory, nbytes: int) -> Tensor:
+        owner = memory[:nbytes]
         lent = torch.from_numpy(owner)
         with self._lock:
             self._serial += 1
             serial = self._serial
-            self._used_bytes += memory.numel()
+            self._used_bytes += len(memory)
             self._peak_bytes = max(self._peak_bytes, self._used_bytes + self._idle_bytes)
 
         # The callback may run on any thread, inside any allocation, even while this thread holds the lock:
@@ -137,13 +141,14 @@ class BufferPool:
     def _collect(self) -> None:
         while self._returned:
             memory = self._returned.popleft()
-            capacity = memory.numel()
+            capacity = len(memory)
             self._used_bytes -= capacity
             self._serial += 1
-            insort(self._idle, (capacity, self._serial, memory))
+            # Of like buffers the one used last is taken first: it is the most likely to be in the cache still.
+            insort(self._idle, (capacity, -self._serial, memory))
             self._idle_bytes += capacity
         while self._idle_bytes > self.max_bytes:
-            oldest = min(range(len(self._idle)), key=lambda at: self._idle[at][1])
+            oldest = max(range(len(self._idle)), key=lambda at: self._idle[at][1])
             self._idle_bytes -= self._idle.pop(oldest)[0]
             self._dropped += 1
 
@@ -154,7 +159,8 @@ def _capacity(nbytes: int) -> int:
     return -(-nbytes // step) * step
 
 
-def _allocate(capacity: int) -> Tensor:
-    memory = torch.empty(capacity + ALIGNMENT, dtype=torch.uint8)
-    start = -memory.data_ptr() % ALIGNMENT
+def _allocate(capacity: int) -> Memory:
+    # NumPy asks for huge pages from 4 MiB on, torch does not: less to fault in and to translate.
+    memory = np.empty(capacity + ALIGNMENT, dtype=np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
     return memory[start : start + capacity]

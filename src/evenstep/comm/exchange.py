@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -20,7 +21,9 @@ __all__ = ["CHUNK_BYTES", "Exchange", "Moves", "Pool", "Stamp"]
 
 CHUNK_BYTES = 1 << 30  # gloo and NCCL count in 32 bits somewhere below; stay clear of 2 GiB
 _MAGIC = 0x7365_676D_656E_7431  # "segment1"
-_PREAMBLE = 64
+# Magic, generation, step, micro-batch, samples, bytes, failed, bytes of error.
+_PREAMBLE = struct.Struct("<8q")
+_HEAD = _PREAMBLE.size
 _FINE, _FAILED = 0, 1
 
 
@@ -94,11 +97,9 @@ class Exchange:
             RemoteRankError: Another rank could not encode what it owed.
             WireFormatError: What arrived is not what the plan says.
         """
-        moves, me = self._moves, self._communicator.position
-        outgoing = self._segments(moves.holders == me, moves.targets)
-        incoming = self._segments(moves.targets == me, moves.holders)
-        sizes_out = [self._size(ids) for ids in outgoing]
-        sizes_in = [self._size(ids) for ids in incoming]
+        moves = self._moves
+        outgoing, sizes_out = self._segments(moves.holders, moves.targets)
+        incoming, sizes_in = self._segments(moves.targets, moves.holders)
         send = self._pool.take(sum(sizes_out))
         receive = self._pool.take(sum(sizes_in))
         failure: Exception | None = None
@@ -117,21 +118,24 @@ class Exchange:
         return received
 
     def _segments(
-        self, mine: npt.NDArray[np.bool_], peers: npt.NDArray[np.int32]
-    ) -> list[npt.NDArray[np.int64]]:
-        """Places in ``moves`` of the samples shared with each peer, by group position."""
-        index = mine.nonzero()[0]
+        self, mine: npt.NDArray[np.int32], peers: npt.NDArray[np.int32]
+    ) -> tuple[list[npt.NDArray[np.int64]], list[int]]:
+        """Places in ``moves`` of the samples shared with each peer, by group position, and bytes of their segments."""
+        moves = self._moves
+        index = (mine == self._communicator.position).nonzero()[0]
         theirs = peers[index]
-        order = theirs.argsort(kind="stable")
-        bounds = theirs[order].searchsorted(np.arange(len(self._communicator.ranks) + 1))
-        index = index[order]
-        return [index[a:b] for a, b in pairwise(bounds.tolist())]
+        counts = np.bincount(theirs, minlength=len(self._communicator.ranks)).tolist()
+        if max(counts) < len(index):
+            index = index[theirs.argsort(kind="stable")]
+        nbytes, structures = moves.nbytes[index], moves.structures[index]
+        bounds = list(pairwise([0, *accumulate(counts)]))
+        sizes = [
+            _HEAD + self._codec.segment_bytes(nbytes[a:b], structures[a:b]) if a < b else 0 for a, b in bounds
+        ]
+        return [index[a:b] for a, b in bounds], sizes
 
     def _size(self, index: npt.NDArray[np.int64]) -> int:
-        if not len(index):
-            return 0
-        moves = self._moves
-        return _PREAMBLE + self._codec.segment_bytes(moves.nbytes[index], moves.structures[index])
+        return _HEAD + self._codec.segment_bytes(self._moves.nbytes[index], self._moves.structures[index])
 
     def _preamble(self, count: int, length: int, flag: int, text_bytes: int = 0) -> list[int]:
         stamp = self._stamp
@@ -140,7 +144,7 @@ class Exchange:
     def _write(self, part: torch.Tensor, index: npt.NDArray[np.int64]) -> Exception | None:
         """Encode one segment; a failure is told to its receiver, who would otherwise wait for ever."""
         failure: Exception | None = None
-        preamble, body = self._preamble(len(index), part.numel(), _FINE), part[_PREAMBLE:]
+        preamble, body = self._preamble(len(index), part.numel(), _FINE), part[_HEAD:]
         try:
             self._codec.encode(list(map(self._sample, self._moves.ids[index].tolist())), body)
         except Exception as error:
@@ -149,20 +153,20 @@ class Exchange:
             text = text if len(text) <= body.numel() else b""
             body.numpy()[: len(text)] = np.frombuffer(text, dtype=np.uint8)
             preamble = self._preamble(len(index), part.numel(), _FAILED, len(text))
-        part[:_PREAMBLE].numpy().view(np.int64)[:] = preamble
+        _PREAMBLE.pack_into(part.numpy().data, 0, *preamble)
         return failure
 
     def _read(self, part: torch.Tensor, index: npt.NDArray[np.int64], rank: int) -> list[Any]:
-        told = part[:_PREAMBLE].numpy().view(np.int64).tolist()
+        told = list(_PREAMBLE.unpack_from(part.numpy().data))
         if told[:-1] == self._preamble(len(index), part.numel(), _FAILED)[:-1]:
-            raise remote_error(part[_PREAMBLE:].numpy()[: max(0, told[-1])].tobytes(), rank)
+            raise remote_error(part[_HEAD:].numpy()[: max(0, told[-1])].tobytes(), rank)
         expected = self._preamble(len(index), part.numel(), _FINE)
         if told != expected:
             raise WireFormatError(
                 f"a segment from rank {rank} begins with {told}, the plan says {expected} (magic, generation, step, "
                 "micro-batch, samples, bytes, failed, bytes of error): it belongs to another exchange, and its bytes are not used"
             )
-        return self._codec.decode(part[_PREAMBLE:], len(index))
+        return self._codec.decode(part[_HEAD:], len(index))
 
     def _transfer(
         self, send: torch.Tensor, sizes_out: list[int], receive: torch.Tensor, sizes_in: list[int]
@@ -189,7 +193,7 @@ class Exchange:
         Equal on all ranks, as the moves are.
         """
         moves, size = self._moves, len(self._communicator.ranks)
-        if not len(moves.ids):
+        if int(moves.nbytes.sum()) < CHUNK_BYTES // 2:  # all ranks together: the usual case, seen at once
             return None
         busiest = max(np.bincount(peers, moves.nbytes).max() for peers in (moves.holders, moves.targets))
         if busiest < CHUNK_BYTES // 2:  # what else is in a rank's segments is less than that

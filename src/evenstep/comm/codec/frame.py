@@ -35,7 +35,7 @@ def _aligned_view(buffer: Tensor, what: str) -> Tensor:
             f"{what} is a {buffer.dtype} tensor of shape {tuple(buffer.shape)} on {buffer.device}; a segment "
             "needs contiguous 1-d torch.uint8 on the CPU; take it from a BufferPool"
         )
-    return torch.from_numpy(buffer.detach().numpy())
+    return torch.from_numpy(buffer.numpy())
 
 
 class Writer:
@@ -59,16 +59,21 @@ class Writer:
     def write(
         self,
         out: Tensor,
-        index: npt.NDArray[np.uint32],
-        structures: Sequence[bytes],
-        counts: Sequence[int],
+        index: bytes,
+        structures: Sequence[tuple[int, bytes]],
     ) -> None:
-        """Write the segment into ``out`` (uint8 ``[segment_bytes]``)."""
+        """Write the segment into ``out`` (uint8 ``[segment_bytes]``).
+
+        Args:
+            out: Where to.
+            index: Structure number of each sample, as `INDEX`.
+            structures: Samples and JSON of each structure.
+        """
         out = _aligned_view(out, "out")
         flat: Bytes = out.numpy()
         # The control part is small: joined as bytes, it costs less than array operations on its pieces.
-        parts = [_padded(index.tobytes(), align(index.nbytes))]
-        for text, count in zip(structures, counts, strict=True):
+        parts = [_padded(index, align(len(index)))]
+        for count, text in structures:
             parts.append(_padded(ENTRY.pack(count, len(text)) + text, entry_bytes(len(text))))
         ints_at = PREAMBLE.size + sum(map(len, parts))
         control = b"".join([*parts, *self._ints])
@@ -79,7 +84,8 @@ class Writer:
                 f"the segment needs {end} bytes but out has {len(flat)}: a sample was changed after it was "
                 "measured; measure it again, or do not change samples that the loader still holds"
             )
-        facts = (MAGIC, len(flat), len(index), len(structures), ints_at, (at - ints_at) // _INTS.itemsize)
+        samples = len(index) // INDEX.itemsize
+        facts = (MAGIC, len(flat), samples, len(structures), ints_at, (at - ints_at) // _INTS.itemsize)
         crc = zlib.crc32(control, zlib.crc32(PREAMBLE.pack(*facts, 0)))
         flat.data[:at] = PREAMBLE.pack(*facts, crc) + control
         for nbytes, fill in self._raws:

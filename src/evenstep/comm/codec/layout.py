@@ -36,6 +36,7 @@ ENTRY = struct.Struct("<QQ")  # samples and JSON bytes of one structure
 INDEX = np.dtype("<u4")  # structure number of a sample
 HUGE = float(1 << 62)
 _BLOCK_BITS = 24
+_MIN, _MAX, _SUM = np.minimum.reduce, np.maximum.reduce, np.add.reduce
 _FIXED_BLOCKS = 2  # the preamble, and the alignment of the first field column
 
 
@@ -76,13 +77,15 @@ def segment_bytes(nbytes: npt.ArrayLike, structures: npt.ArrayLike) -> int:
     sizes, keys = np.asarray(nbytes, dtype=np.int64), np.asarray(structures, dtype=np.int64)
     if not len(sizes):
         return 0
-    low, least, most = int(sizes.min()), int(keys.min()), int(keys.max())
-    if low < 0 or least <= 0 or int(sizes.max()) * len(sizes) >= HUGE:
+    # Reduced by the ufuncs themselves: the methods go through Python, and this runs for every pair of ranks.
+    low, high, total = (int(reduce(sizes)) for reduce in (_MIN, _MAX, _SUM))
+    least, most = int(_MIN(keys)), int(_MAX(keys))
+    if low < 0 or least <= 0 or high * len(sizes) >= HUGE:
         raise WireFormatError(
-            f"samples of {low} to {int(sizes.max())} bytes and smallest structure key {least} "
+            f"samples of {low} to {high} bytes and smallest structure key {least} "
             "cannot be: the gathered columns are corrupt"
         )
     distinct = [least] if least == most else np.unique(keys).tolist()
     blocks = sum(key & ((1 << _BLOCK_BITS) - 1) for key in distinct)
     fixed = (_FIXED_BLOCKS + blocks) * ALIGNMENT
-    return fixed + align(INDEX.itemsize * len(sizes)) + align(int(sizes.sum()))
+    return fixed + align(INDEX.itemsize * len(sizes)) + align(total)

@@ -84,7 +84,7 @@ class TensorNode:
         return ["T", str(self.dtype)[6:], self.ndim]
 
     def encode(self, values: Sequence[Tensor], writer: Writer) -> None:
-        numels = [t.numel() for t in values]
+        numels = list(map(Tensor.numel, values))
         tail: list[int] | None = None
         if self.ndim == 1:
             writer.ints(numels)

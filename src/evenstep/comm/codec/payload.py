@@ -11,10 +11,10 @@ import numpy.typing as npt
 from torch import Tensor
 
 from evenstep.comm.codec import frame, layout
-from evenstep.comm.codec.containers import parse_structure, structure_json
+from evenstep.comm.codec.containers import DictNode, parse_structure, structure_json
 from evenstep.comm.codec.describe import describe
 from evenstep.comm.codec.nodes import Node
-from evenstep.comm.codec.scan import Unsupported, are_alike, scan
+from evenstep.comm.codec.scan import Unsupported, alike_columns, scan
 from evenstep.errors import WireFormatError
 
 __all__ = ["PayloadCodec"]
@@ -63,16 +63,19 @@ class PayloadCodec:
         """
         if not samples and not out.numel():
             return
-        groups, members, index = self._group(samples)
         writer = frame.Writer()
+        columns = alike_columns(samples) if len(samples) > 1 else None
+        if columns is not None:
+            structure = self._scan(samples[0])[1]
+            assert isinstance(structure.node, DictNode), "alike samples are dictionaries"
+            structure.node.encode_columns(columns, writer)
+            writer.write(out, bytes(layout.INDEX.itemsize * len(samples)), [(len(samples), structure.json)])
+            return
+        groups, members, index = self._group(samples)
         for structure, values in zip(groups, members, strict=True):
             structure.node.encode(values, writer)
-        writer.write(
-            out,
-            index,
-            [group.json for group in groups],
-            [len(values) for values in members],
-        )
+        counts = map(len, members)
+        writer.write(out, index.tobytes(), [(n, group.json) for n, group in zip(counts, groups, strict=True)])
 
     def decode(self, buffer: Tensor, count: int) -> list[Any]:
         """The ``count`` samples of a segment, as writable views into ``buffer`` (uint8 ``[segment_bytes]``).
@@ -100,8 +103,6 @@ class PayloadCodec:
         self, samples: Sequence[Any]
     ) -> tuple[list[_Structure], list[list[Any]], npt.NDArray[np.uint32]]:
         """The different structures of ``samples``, the samples of each, and the structure number of each sample."""
-        if len(samples) > 1 and are_alike(samples):
-            return [self._scan(samples[0])[1]], [list(samples)], np.zeros(len(samples), layout.INDEX)
         numbers: dict[int, int] = {}
         groups: list[_Structure] = []
         members: list[list[Any]] = []

@@ -6,7 +6,7 @@ import struct
 from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from evenstep.comm.codec.classes import is_reachable, record_fields
 from evenstep.comm.codec.leaves import ARRAY_KINDS, TENSOR_DTYPES
 from evenstep.comm.codec.values import big_int_bytes
 
-__all__ = ["KEY_TYPES", "VECTORS", "Unsupported", "all_fit_int64", "are_alike", "fits_int64", "scan"]
+__all__ = ["KEY_TYPES", "VECTORS", "Unsupported", "alike_columns", "all_fit_int64", "fits_int64", "scan"]
 
 VECTORS: dict[type, str] = {int: "i", float: "f", bool: "b"}
 _PLAIN_KEYS = {str}
@@ -60,33 +60,34 @@ def scan(value: Any, signature: list[Any]) -> int:
 
 
 _SAME_WHATEVER_VALUE = (float, bool, str, bytes)
+_DTYPE, _NDIM = attrgetter("dtype"), attrgetter("ndim")
 
 
-def are_alike(samples: Sequence[Any]) -> bool:
-    """Whether all samples have the signature of the first; False also where only `scan` can tell.
+def alike_columns(samples: Sequence[Any]) -> list[list[Any]] | None:
+    """The values of all samples, field by field, if all have the signature of the first; None also if only `scan` can tell.
 
     Thousands of plain dictionaries with the same keys are the usual case: field by field, not sample by sample,
     this takes a fifth of the time of scanning each. It does not look for tensors without plain memory (sparse,
     nested, meta), which cannot be sent: `scan` refuses one that comes first, and copying refuses any other.
     """
     first = samples[0]
-    if type(first) is not dict or set(map(type, samples)) != {dict} or not first:
-        return False
+    if type(first) is not dict or not first or set(map(type, samples)) != {dict}:
+        return None
     keys = tuple(first)
     if set(map(type, keys)) != _PLAIN_KEYS or list(map(tuple, samples)).count(keys) < len(samples):
+        return None
+    columns = [list(map(itemgetter(key), samples)) for key in keys]
+    return columns if all(map(_is_alike, columns)) else None
+
+
+def _is_alike(column: list[Any]) -> bool:
+    kinds = set(map(type, column))
+    if len(kinds) > 1:
         return False
-    for key in keys:
-        column = list(map(itemgetter(key), samples))
-        kinds = set(map(type, column))
-        if kinds == {Tensor} or kinds == {np.ndarray}:
-            alike = len({value.dtype for value in column}) == len({value.ndim for value in column}) == 1
-        elif kinds == {int}:
-            alike = all_fit_int64(column)
-        else:
-            alike = len(kinds) == 1 and kinds.issubset(_SAME_WHATEVER_VALUE)
-        if not alike:
-            return False
-    return True
+    (kind,) = kinds
+    if kind is Tensor or kind is np.ndarray:
+        return len(set(map(_DTYPE, column))) == len(set(map(_NDIM, column))) == 1
+    return kind in _SAME_WHATEVER_VALUE or (kind is int and all_fit_int64(column))
 
 
 def _scan_tensor(value: Tensor, signature: list[Any]) -> int:
