@@ -9,7 +9,7 @@ import pytest
 import torch
 import torchdata.nodes as tn
 
-from evenstep import DataPlane, LoaderConfig, MetadataTable, StepSampler
+from evenstep import DataPlane, LoaderConfig, StepSampler
 from evenstep.nodes import MetadataGather, PayloadAllToAll, PlannedReader, Planner, SamplerReader
 from evenstep.testing import SimulatedWorld, assert_same
 
@@ -21,7 +21,7 @@ CONFIG = LoaderConfig(seq_len=8, micro_batch_size=2, balance_window=1)
 @pytest.mark.parametrize("known", [False, True])
 def test_stages_take_the_configuration_of_the_nearest_node_upstream(known: bool) -> None:
     def rank(plane: DataPlane, told: tuple[Any, ...]) -> list[Any]:
-        metadata = MetadataTable.from_tokens(LENGTHS) if known else None
+        metadata = LENGTHS if known else None
         sampler = StepSampler(len(DATA), global_batch_size=4)
         node: tn.BaseNode[Any] = SamplerReader(sampler, DATA, plane, CONFIG, metadata=metadata)
         if known:

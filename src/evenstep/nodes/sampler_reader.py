@@ -17,7 +17,7 @@ from evenstep.cost import CostModel
 from evenstep.cursor import Cursor, find_cursor
 from evenstep.nodes.fetch import Fetcher, Pending
 from evenstep.nodes.items import Place, Window
-from evenstep.nodes.known import KnownMetadata
+from evenstep.nodes.known import KnownMetadata, known_metadata
 from evenstep.nodes.layout import Layout
 from evenstep.nodes.read import SampleReader, make_fetcher
 from evenstep.nodes.sample_seed import SeedKey
@@ -51,7 +51,7 @@ class SamplerReader(WindowReader):
         plane: The data plane.
         config: The loader's configuration.
         metadata_fn: ``sample -> int | SampleMetadata``; default ``len(sample["input_ids"])``.
-        metadata: Columns of the whole dataset, if they are known: then nothing is read here.
+        metadata: Of the whole dataset, if it is known, in any form that `evenstep.build_loader` takes: then nothing is read here.
         cost: Cost model; default `evenstep.cost.LinearQuadraticCost`.
         codec: How samples travel; default `PayloadCodec`.
         explode: ``sample -> documents``, for samples that were packed before.
@@ -77,7 +77,7 @@ class SamplerReader(WindowReader):
         config: LoaderConfig,
         *,
         metadata_fn: Callable[[Any], Any] | None = None,
-        metadata: KnownMetadata | None = None,
+        metadata: Any = None,
         cost: CostModel | None = None,
         codec: Codec | None = None,
         explode: Callable[[Any], Iterable[Any]] | None = None,
@@ -100,7 +100,8 @@ class SamplerReader(WindowReader):
         super().__init__(plane, config, dataset, reader, fetcher, allow_changed_dataset=allow_changed_dataset)
         self.sampler = sampler
         self.layout: Layout = Layout.resolve(sampler.rows_per_step, config, plane.topology.dp_size)
-        self._metadata = metadata
+        known = None if metadata is None else known_metadata(metadata, 0, config.budgets or ())
+        self._metadata: KnownMetadata | None = known
         self._ahead: _Asked | Exception | None = None
         begin = sampler.start() if start is None else self._adopted(start.to_dict())
         # Before the stamp, which would hide that it stands inside a step of another layout.
