@@ -137,13 +137,26 @@ def test_lengths_that_do_not_fit(lengths: Any, message: str) -> None:
         SplitDocuments(Corpus([1]), 2, lengths=lengths)
 
 
+def test_a_list_says_its_lengths_itself() -> None:
+    assert SplitDocuments([{"input_ids": [1, 2, 3]}, {"input_ids": []}], 2).lengths.tolist() == [2, 1, 0]
+    assert len(SplitDocuments((), 2)) == 0
+
+
+class Unknown:
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> Sample:
+        return {"input_ids": [1]}
+
+
 def test_unknown_lengths() -> None:
     message = (
-        "list has no lengths, so nobody knows how many pieces there are; pass lengths=[len(document['input_ids']) for "
+        "Unknown has no lengths, so nobody knows how many pieces there are; pass lengths=[len(document['input_ids']) for "
         "document in dataset], or the file that `evenstep lengths MODULE:NAME -o lengths.npy` writes"
     )
     with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
-        SplitDocuments([{"input_ids": [1]}], 2)
+        SplitDocuments(Unknown(), 2)
 
 
 def test_what_cannot_be_split() -> None:

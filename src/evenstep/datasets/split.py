@@ -29,7 +29,7 @@ class SplitDocuments:
         dataset: Anything with ``dataset[i]`` and ``len``; documents are mappings with ``input_ids``.
         max_tokens: Tokens of a piece, usually ``seq_len``.
         lengths: Tokens of each document, integers ``[len(dataset)]``, or the path of an ``.npy`` file of them; default:
-            ``dataset.lengths``.
+            ``dataset.lengths``, or those of a list.
 
     Attributes:
         lengths: Tokens of each piece, int64 ``[n]``.
@@ -120,6 +120,8 @@ def _other_length(document: int, found: str, known: int) -> ValueError:
 
 def _lengths_of(dataset: Any, lengths: Any) -> npt.NDArray[np.int64]:
     told = getattr(dataset, "lengths", None) if lengths is None else lengths
+    if told is None and isinstance(dataset, (list, tuple)):  # in memory: a look at each costs nothing
+        told = [len(document["input_ids"]) for document in dataset]
     if told is None:
         raise TypeError(
             f"{type(dataset).__name__} has no lengths, so nobody knows how many pieces there are; pass "

@@ -118,7 +118,7 @@ def check_losses(name: str, first: Sequence[StepRecord], second: Sequence[StepRe
     worst = max(differences)
     at = first[differences.index(worst)].step
     text = (
-        f"{what}: the losses of {len(first)} steps differ by at most {worst:.1e} (at step {at}; "
+        f"{what}: the losses of {len(first)} step{'s'[: len(first) > 1]} differ by at most {worst:.1e} (at step {at}; "
         f"tolerance {LOSS_TOLERANCE:.0e})"
     )
     return Check(name, worst <= LOSS_TOLERANCE, text)

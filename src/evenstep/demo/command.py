@@ -106,9 +106,8 @@ def _prepare(settings: Settings, folder: Path | None) -> Pieces:
 
 def _bar(files: Iterable[Path]) -> Iterable[Path]:
     tqdm: Any = import_module("tqdm").tqdm
-    often = 0.1 if sys.stderr.isatty() else 5.0  # seconds; a log file needs a sign of life, no animation
-    bar: Iterable[Path] = tqdm(
-        files, desc="reading lengths", unit=" documents", leave=False, mininterval=often
+    bar: Iterable[Path] = tqdm(  # in a log file it would stand before the table's first line
+        files, desc="reading lengths", unit=" documents", leave=False, disable=not sys.stderr.isatty()
     )
     return bar
 
