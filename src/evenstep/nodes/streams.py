@@ -93,8 +93,9 @@ class _Stateful:
         self._loaded: Any = None  # until an item is taken: many sources only then go there, and say so
 
     def begin(self, epoch: int | None = None) -> None:
-        self._loaded = None
-        self._leave()
+        if not self._untouched:  # else it stands there, whether or not it says so yet
+            self._loaded = None
+            self._leave()
         pass_epoch_on(self._source, epoch)
         self._items = iter(self._source)
         self._under_way = self._untouched = True
@@ -123,7 +124,7 @@ class _Stateful:
             raise
 
     def _leave(self) -> None:
-        if not self._under_way or self._untouched or next(self._items, _END) is _END:
+        if not self._under_way or next(self._items, _END) is _END:
             return
         if self._beginning is None:
             deque(self._items, maxlen=0)
