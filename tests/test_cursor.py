@@ -9,6 +9,7 @@ from dataclasses import FrozenInstanceError, fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -100,6 +101,15 @@ def test_every_number_is_checked(name: str, value: Any, error: type[Exception], 
     with pytest.raises(error) as caught:
         Cursor.from_dict({**Cursor().to_dict(), name: value})
     assert str(caught.value) == message.format(name=name)
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_integers_of_numpy_become_pythons(name: str) -> None:
+    odd: dict[str, Any] = {name: np.uint64(2**63 + 5)}
+    plain: dict[str, Any] = {name: 2**63 + 5}
+    cursor = Cursor(**odd)
+    assert cursor == Cursor(**plain)
+    assert json.loads(json.dumps(cursor.to_dict()))[name] == 2**63 + 5
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import numpy as np
+
 from evenstep.errors import StateMismatch
 
 __all__ = ["CURSOR_VERSION", "Cursor", "find_cursor", "next_epoch_state"]
@@ -65,10 +67,12 @@ class Cursor:
                 if not _ORDER.fullmatch(value):
                     raise ValueError(_bad(f.name, value, "at most 16 ASCII letters, digits, '-' or '_'"))
                 continue
-            if isinstance(value, bool) or not isinstance(value, int):
+            if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
                 raise TypeError(_bad(f.name, value, "an integer"))
             if not 0 <= value < _UINT64:
                 raise ValueError(_bad(f.name, value, "an integer in [0, 2**64)"))
+            if type(value) is not int:  # NumPy's: a sampler's arithmetic gives them, and JSON has none
+                object.__setattr__(self, f.name, int(value))
         if self.version != CURSOR_VERSION:
             raise ValueError(
                 _bad("version", self.version, f"version {CURSOR_VERSION}; it was written by another evenstep")

@@ -22,6 +22,7 @@ from evenstep import (
     Loader,
     RemoteRankError,
     StateMismatch,
+    Step,
     StepSampler,
 )
 from evenstep.testing.jobs import Layout, Seen, Stream, layouts, members_by_step, streams
@@ -344,7 +345,14 @@ def test_a_sampler_that_fills_too_few_rows_stops_every_rank() -> None:
     def fewer_rows(step: Any) -> Any:
         return replace(step, rows=step.rows[:-1])
 
+    def fractions(step: Any) -> Any:
+        return replace(step, indices=step.indices / 2)
+
     for change, words in (
+        (
+            fractions,
+            "the sampler gave indices of dtype float64 and shape [24], expected one integer for each sample",
+        ),
         (empty_row, "the sampler filled 23 rows of a step, expected each of 0..23"),
         (fewer_rows, "the sampler gave 24 indices and 23 rows, expected one row for each index"),
     ):
@@ -356,3 +364,32 @@ def test_a_sampler_that_fills_too_few_rows_stops_every_rank() -> None:
         for error in layout_of().world().outcomes(train):
             assert isinstance(error, RemoteRankError)
             assert re.search(rf"rank \d: {re.escape(words)}", str(error))
+
+
+def test_a_sampler_may_give_lists_and_count_in_numpy() -> None:
+    class Plain:
+        """As somebody writes it who knows neither int64 nor int32."""
+
+        rows_per_step = SMALL.rows
+
+        def __init__(self) -> None:
+            self.inner = SMALL.sampler()
+            self.start = self.inner.start
+
+        def step_at(self, cursor: Cursor) -> Any:
+            step = self.inner.step_at(cursor)
+            if step is None:
+                return None
+            consumed: Any = np.int64(step.next_cursor.consumed_samples)
+            following = replace(step.next_cursor, consumed_samples=consumed)
+            return Step(step.indices.tolist(), step.rows.tolist(), following)
+
+        def __len__(self) -> int:
+            return len(self.inner)
+
+    def train(plane: DataPlane, **options: Any) -> Any:
+        with layout_of().loader(SMALL, plane, **options) as loader:
+            return take(loader), json.dumps(loader.state_dict())
+
+    world = layout_of().world()
+    assert world.run(lambda plane: train(plane, sampler=Plain())) == world.run(train)

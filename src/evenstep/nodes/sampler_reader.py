@@ -197,14 +197,21 @@ class SamplerReader(WindowReader):
         step = watch(self, lambda: call("sampler.step_at", self.sampler.step_at, self._position), "sampler")
         if step is None:
             raise StopIteration
-        self._check(step)
+        step = self._checked(step)
         self._step = step
         self._places = self.layout.places(self._position, step.next_cursor)
         self._position = step.next_cursor
         return next(self._places)
 
-    def _check(self, step: Step) -> None:
+    def _checked(self, step: Step) -> Step:
         rank, expected = self.plane.topology.rank, self.layout.rows_per_step
+        step = Step(np.asarray(step.indices), np.asarray(step.rows), step.next_cursor)  # lists will do, too
+        for name, numbers in (("indices", step.indices), ("rows", step.rows)):
+            if numbers.ndim != 1 or (len(numbers) and numbers.dtype.kind not in "iu"):
+                raise TypeError(
+                    f"rank {rank}: the sampler gave {name} of dtype {numbers.dtype} and shape {list(numbers.shape)}, "
+                    "expected one integer for each sample"
+                )
         if len(step.indices) != len(step.rows):
             raise ValueError(
                 f"rank {rank}: the sampler gave {len(step.indices)} indices and {len(step.rows)} rows, expected "
@@ -216,6 +223,7 @@ class SamplerReader(WindowReader):
                 f"rank {rank}: the sampler filled {len(used)} rows of a step, expected each of 0..{expected - 1}: "
                 "an empty row would leave a rank without data. Mark padding with index -1."
             )
+        return step
 
     def _ask(self) -> _Asked:
         """The next window, its samples under way where workers read them."""
