@@ -68,6 +68,8 @@ class SplitDocuments:
             self._whole[self.documents] - self.starts, max_tokens
         )
         self.split: int = int((pieces > 1).sum())
+        if hasattr(dataset, "set_epoch"):  # workers of a dataset without it are kept over epochs
+            self.set_epoch: Any = dataset.set_epoch
 
     def __len__(self) -> int:
         return len(self.documents)
@@ -104,11 +106,6 @@ class SplitDocuments:
                 "would repeat them; raise max_tokens, or split it where you know which image belongs to which tokens"
             )
         return slice_sample(sample, begin, end)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Tell the dataset, if it wants to know."""
-        if hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(epoch)
 
 
 def _other_length(document: int, found: str, known: int) -> ValueError:
