@@ -20,6 +20,7 @@ from evenstep import (
 )
 from evenstep.sampling import TorchSamplerAdapter
 from evenstep.testing import SimulatedWorld
+from evenstep.testing.ranks import run_ranks_outcomes
 
 LENGTHS = [(7 * i) % 61 for i in range(200)]
 DATA = [{"input_ids": torch.arange(i, i + n)} for i, n in enumerate(LENGTHS)]
@@ -227,6 +228,20 @@ def test_samplers_that_differ_between_ranks_are_told_by_the_field(
         )
         derived = " Other fields that differ: sampler.rows_per_step (ranks [1])."
         assert str(outcome) in (message, message + derived)
+
+
+def build_without_mesh(rank: int) -> None:
+    build_loader(DATA, None, CONFIG, sampler=sampler())
+
+
+@pytest.mark.gloo
+def test_no_mesh_is_refused_where_there_are_several_ranks() -> None:
+    for outcome in run_ranks_outcomes(build_without_mesh, 2):
+        assert isinstance(outcome.error, ValueError)
+        assert str(outcome.error) == (
+            "mesh=None means one process, but torch.distributed runs 2 ranks: each would train on the same samples. Pass "
+            "the device mesh, e.g. init_device_mesh('cpu', (world_size,), mesh_dim_names=('dp',))."
+        )
 
 
 def test_an_argument_that_is_wrong_on_one_rank_is_told_on_all() -> None:

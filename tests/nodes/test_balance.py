@@ -55,6 +55,7 @@ def test_each_window_is_told_once_when_its_first_batch_is_delivered(
     assert last is heard[-1][1]
     assert results[1][0] == []
     for _, balance in heard:
+        assert balance.num_micro_batches == size
         rows = balance.rows(planned=True)
         assert rows.samples.sum() == 2 * size
         assert rows.tokens.sum() == balance.num_tokens
