@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import SubsetRandomSampler
+from torch.utils.data import SequentialSampler, SubsetRandomSampler
 
 from evenstep import (
     ConfigMismatch,
@@ -325,3 +325,13 @@ def test_a_plane_that_was_closed_with_its_loader_is_refused() -> None:
         assert isinstance(outcome, RuntimeError)
         assert str(outcome) == message
     build_twice(DataPlane.single())  # nobody else has seen it close
+
+
+def test_a_torch_sampler_is_told_its_adapter() -> None:
+    message = (
+        " (SequentialSampler). A torch sampler over the whole dataset goes through evenstep.sampling.TorchSamplerAdapter, "
+        "one that gives this rank its micro-batches of indices through evenstep.sampling.RankLocalBatchSampler"
+    )
+    chosen: Any = SequentialSampler(DATA)
+    with pytest.raises(TypeError, match=f"{re.escape(message)}$"):
+        build_loader(DATA, None, CONFIG, sampler=chosen)

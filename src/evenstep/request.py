@@ -130,7 +130,7 @@ class Request:
             raise TypeError(
                 "sampler must be a StepSampler, TokenBudgetSampler or another object with step_at(cursor), start() "
                 "and rows_per_step, or None for a dataset that makes its own steps, but is "
-                f"{shown(self.sampler)} ({type(self.sampler).__name__})"
+                f"{shown(self.sampler)} ({type(self.sampler).__name__}){_adapter_for(self.sampler)}"
             )
         if self.sampler is not None and self.dataset is not None and not _has_index(self.dataset):
             raise TypeError(
@@ -188,6 +188,16 @@ class Request:
         return next(
             (f for f in ("backend", "payload_backend") if getattr(self.config, f) not in (None, "gloo")), None
         )
+
+
+def _adapter_for(sampler: object) -> str:
+    """What makes a sampler of torch's kind one of ours."""
+    if isinstance(sampler, (list, tuple)) or not hasattr(sampler, "__iter__"):
+        return ""
+    return (
+        ". A torch sampler over the whole dataset goes through evenstep.sampling.TorchSamplerAdapter, one that gives this "
+        "rank its micro-batches of indices through evenstep.sampling.RankLocalBatchSampler"
+    )
 
 
 def _has_index(dataset: Any) -> bool:
