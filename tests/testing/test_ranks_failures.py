@@ -39,6 +39,10 @@ def raise_unpicklable(rank: int) -> None:
     raise Unpicklable(1, 2)
 
 
+def raise_with_a_function(rank: int) -> None:
+    raise LookupError(lambda: None)
+
+
 def exit_hard(rank: int, code: int) -> str:
     if rank == 1:
         os._exit(code)
@@ -111,6 +115,13 @@ def test_an_exception_that_cannot_travel_arrives_as_text() -> None:
     assert type(outcome.error) is RuntimeError
     assert str(outcome.error).endswith(".Unpicklable: 1 and 2")
     assert "raise Unpicklable(1, 2)" in outcome.traceback
+
+
+def test_an_exception_that_cannot_leave_its_process_arrives_as_text() -> None:
+    (outcome,) = run_ranks_outcomes(raise_with_a_function, 1, init=False)
+    assert type(outcome.error) is RuntimeError
+    assert str(outcome.error).startswith("LookupError: <function raise_with_a_function.<locals>.<lambda> at ")
+    assert "raise LookupError(lambda: None)" in outcome.traceback
 
 
 def test_os_exit_is_a_failure_even_with_code_0() -> None:
