@@ -61,3 +61,20 @@ def steps_of(corpus: Corpus) -> Callable[[int, int], list[list[list[Any]]]]:
         return [rows[k : k + 4] for k in range(0, len(rows) - 3, 4)]
 
     return steps
+
+
+def _two_epochs(loader: Any) -> tuple[list[Any], list[Any]]:
+    batches, states = [], []
+    with loader:
+        states.append(loader.state_dict())
+        for _epoch in range(2):
+            for batch in loader:
+                batches.append(batch)
+                states.append(loader.state_dict())
+    return batches, states
+
+
+@pytest.fixture
+def two_epochs() -> Callable[[Any], tuple[list[Any], list[Any]]]:
+    """``loader -> batches, states``: all batches, and the state before the first and after each."""
+    return _two_epochs

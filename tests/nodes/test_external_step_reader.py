@@ -101,20 +101,11 @@ def loader_of(plane: DataPlane, corpus: Any, kind: str, config: LoaderConfig = C
 
 
 @pytest.mark.parametrize("kind", SOURCES)
-def test_any_source_is_balanced_and_resumes_exactly(corpus: Any, kind: str) -> None:
+def test_any_source_is_balanced_and_resumes_exactly(
+    corpus: Any, kind: str, two_epochs: Callable[[Any], Any]
+) -> None:
     world = SimulatedWorld(2)
-
-    def whole(plane: DataPlane) -> tuple[list[Any], list[Any]]:
-        batches, states = [], []
-        with loader_of(plane, corpus, kind) as loader:
-            states.append(loader.state_dict())
-            for _epoch in range(2):
-                for batch in loader:
-                    batches.append(batch)
-                    states.append(loader.state_dict())
-        return batches, states
-
-    runs = world.run(whole)
+    runs = world.run(lambda plane: two_epochs(loader_of(plane, corpus, kind)))
     counts = {len(batches) for batches, _ in runs}
     assert len(counts) == 1
     per_epoch = counts.pop() // 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -125,7 +125,7 @@ def test_external_counts_rows_where_the_others_count_samples() -> None:
 
 
 @pytest.mark.parametrize("graph", ["online", "metadata", "external"])
-def test_a_stop_anywhere_resumes_exactly(graph: str) -> None:
+def test_a_stop_anywhere_resumes_exactly(graph: str, two_epochs: Callable[[Any], Any]) -> None:
     lengths = [3, 9, 4, 16, 7, 2, 11, 5, 0, 8, 1, 13]
     config = LoaderConfig(seq_len=SEQ_LEN, balance_window=1)
 
@@ -137,18 +137,7 @@ def test_a_stop_anywhere_resumes_exactly(graph: str) -> None:
         return build_loader(dataset, plane, config, sampler=sampler, metadata=metadata)
 
     world = SimulatedWorld(2)
-
-    def whole(plane: DataPlane) -> tuple[list[Any], list[Any]]:
-        batches, states = [], []
-        with loader_of(plane) as loader:
-            states.append(loader.state_dict())
-            for _epoch in range(2):
-                for batch in loader:
-                    batches.append(batch)
-                    states.append(loader.state_dict())
-        return batches, states
-
-    runs = world.run(whole)
+    runs = world.run(lambda plane: two_epochs(loader_of(plane)))
     for cut in range(len(runs[0][1])):
 
         def rest(plane: DataPlane, cut: int = cut) -> list[Any]:
