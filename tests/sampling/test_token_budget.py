@@ -1,7 +1,8 @@
-"""Token-budget steps: against a plain first-fit-decreasing and a brute-force search for the longest run."""
+"""Token-budget steps: laws of an epoch, whatever the lengths, and what is refused."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, Literal
 
@@ -14,26 +15,12 @@ from hypothesis import strategies as st
 from evenstep.cursor import Cursor
 from evenstep.errors import Infeasible
 from evenstep.sampling import Step, TokenBudgetSampler
-from evenstep.sampling.first_fit import RowLimits, first_fit_decreasing, longest_run, most_that_could_fit
 
 INDICES = [29, 181, 44, 36, 160, 39, 165, 138, 128, 185, 199]
 ROWS = [1, 1, 1, 2, 0, 0, 2, 2, 2, 2, 2]
-
-lengths_of_tokens = st.lists(st.integers(1, 20), min_size=1, max_size=60)
 rows = st.integers(1, 9)
 segments = st.none() | st.integers(1, 4)
-
-
-def plain_first_fit(lengths: list[int], rows: int, capacity: int, limit: int | None) -> list[int] | None:
-    room, used, placed = [capacity] * rows, [0] * rows, [0] * len(lengths)
-    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        fits = [r for r in range(rows) if room[r] >= lengths[i] and (limit is None or used[r] < limit)]
-        if not fits:
-            return None
-        placed[i] = fits[0]
-        room[fits[0]] -= lengths[i]
-        used[fits[0]] += 1
-    return placed
+PlainFirstFit = Callable[[list[int], int, int, int | None], list[int] | None]
 
 
 def steps_of(sampler: TokenBudgetSampler, epoch: int = 0) -> list[Step]:
@@ -48,33 +35,6 @@ def loads(sampler: TokenBudgetSampler, step: Step) -> npt.NDArray[np.int64]:
     real = step.indices >= 0
     tokens = np.minimum(sampler.lengths[step.indices[real]], sampler.seq_len)
     return np.bincount(step.rows[real], tokens, minlength=sampler.rows_per_step).astype(np.int64)
-
-
-@given(lengths=lengths_of_tokens, rows=rows, capacity=st.integers(20, 45), limit=segments)
-def test_first_fit_is_the_plain_one(lengths: list[int], rows: int, capacity: int, limit: int | None) -> None:
-    packed = first_fit_decreasing(np.array(lengths, dtype=np.int64), RowLimits(rows, capacity, limit))
-    assert (None if packed is None else packed.tolist()) == plain_first_fit(lengths, rows, capacity, limit)
-
-
-@given(lengths=lengths_of_tokens, rows=rows, capacity=st.integers(20, 45), limit=segments)
-def test_the_run_is_the_longest(lengths: list[int], rows: int, capacity: int, limit: int | None) -> None:
-    run, packed = longest_run(np.array(lengths, dtype=np.int64), RowLimits(rows, capacity, limit))
-    packs = [
-        k for k in range(len(lengths) + 1) if plain_first_fit(lengths[:k], rows, capacity, limit) is not None
-    ]
-    assert run == max(packs)
-    assert packed.tolist() == plain_first_fit(lengths[:run], rows, capacity, limit)
-    assert run <= most_that_could_fit(np.array(lengths, dtype=np.int64), RowLimits(rows, capacity, limit))
-
-
-def test_a_run_too_large_to_search_in_full_is_a_local_maximum() -> None:
-    # Five samples of 11 leave a twelfth of each row empty, which no simple bound sees: 181 candidates fail.
-    lengths, limits = np.full(3000, 11, dtype=np.int64), RowLimits(400, 60)
-    assert most_that_could_fit(lengths, limits) == 2181
-    run, packed = longest_run(lengths, limits)
-    assert run == 2000
-    assert np.bincount(packed).tolist() == [5] * 400
-    assert first_fit_decreasing(lengths[: run + 1], limits) is None
 
 
 def test_a_step_of_far_more_samples_than_usual_is_read_whole() -> None:
@@ -148,7 +108,9 @@ def test_laws_of_an_epoch(
 
 
 @given(lengths=st.lists(st.integers(0, 20), min_size=12, max_size=60), rows=st.integers(1, 4))
-def test_drop_leaves_out_only_an_unfilled_last_step(lengths: list[int], rows: int) -> None:
+def test_drop_leaves_out_only_an_unfilled_last_step(
+    plain_first_fit: PlainFirstFit, lengths: list[int], rows: int
+) -> None:
     lengths[:rows] = [20] * rows
     kept = TokenBudgetSampler(lengths, rows_per_step=rows, seq_len=20)
     padded = TokenBudgetSampler(lengths, rows_per_step=rows, seq_len=20, remainder="pad")
@@ -168,7 +130,7 @@ def test_drop_leaves_out_only_an_unfilled_last_step(lengths: list[int], rows: in
     limit=segments,
 )
 def test_drop_leaves_at_least_one_step_or_is_refused(
-    lengths: list[int], rows: int, fill: float | None, limit: int | None
+    plain_first_fit: PlainFirstFit, lengths: list[int], rows: int, fill: float | None, limit: int | None
 ) -> None:
     lengths[0] = max(lengths[0], 1)
 
