@@ -36,9 +36,10 @@ class Counted:
         self.sizes.append(buffer.numel())
         self.inner.broadcast(buffer, source)
 
-    def broadcast_all(self, buffers: Iterable[torch.Tensor], source: int) -> None:
+    def broadcast_all(self, buffers: Iterable[torch.Tensor | None], source: int) -> None:
         for buffer in buffers:
-            self.broadcast(buffer, source)
+            if buffer is not None:
+                self.broadcast(buffer, source)
 
     def all_to_all(self, *_: Any) -> None:
         raise AssertionError("no exchange is needed")

@@ -54,16 +54,16 @@ def test_packs_of_the_host_are_of_like_size_and_of_a_device_one(sizes: list[int]
     assert len(Layout([TensorKind(torch.uint8, 1, "npu")] * len(sizes), shapes).groups[1].packs) == 1
 
 
-def test_twelve_tensors_just_too_small_to_travel_alone_make_three_packs_of_four() -> None:
+def test_twelve_tensors_just_too_small_to_travel_alone_make_six_packs_of_two() -> None:
     layout = Layout(kinds(*["cpu"] * 12), [[DIRECT_BYTES // 8 - 1]] * 12)
     packs = [[leaf for leaf, _, _ in pack.leaves] for pack in layout.host.packs]
-    assert packs == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    assert packs == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
     assert layout.host.direct == []
 
 
-def test_twelve_tensors_share_one_buffer_up_to_16_mib_and_travel_alone_from_48_mib_on() -> None:
+def test_twelve_tensors_share_two_buffers_at_16_mib_and_travel_alone_from_48_mib_on() -> None:
     layout = Layout(kinds(*["cpu"] * 12), [[16384 * KIB // 12 // 8]] * 12)
-    assert [len(pack.leaves) for pack in layout.host.packs] == [12]
+    assert [len(pack.leaves) for pack in layout.host.packs] == [6, 6]
     assert layout.host.direct == []
     layout = Layout(kinds(*["cpu"] * 12), [[49152 * KIB // 12 // 8]] * 12)
     assert layout.host.packs == []

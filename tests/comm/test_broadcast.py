@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import struct
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -103,8 +104,53 @@ def test_large_tensors_travel_alone_and_small_ones_together(conversation: Any) -
     for message in heard:
         assert isinstance(message, Message)
         assert_same(batch, message.batch)
-    first = [2048, 12 * 832, 1 << 23, 1 << 23]
-    assert sizes == [*first, 12288, 1 << 23, 1 << 23, 10240, 1 << 23, 1 << 23]
+    message = 768 + 12 * 832
+    large = [1 << 23, 1 << 23]
+    assert sizes == [2048, message - 2048, *large, 12288, *large, 12288, *large]
+
+
+def test_a_large_message_travels_in_two_pieces_once_its_size_is_known(conversation: Any) -> None:
+    batches = [{str(i): torch.arange(1 << 17) + 12 * n + i for i in range(3)} for n in range(5)]
+    heard, sizes = conversation.talk(conversation.send_all(*batches), 5)
+    for sent, message in zip(batches, heard, strict=True):
+        assert isinstance(message, Message)
+        assert_same(sent, message.batch)
+    message = 512 + (3 << 20)
+    assert sizes == [2048, message - 2048, *[1 << 20, (2 << 20) + (1 << 14)] * 4]
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.lists(st.sampled_from([10, 5000, 70000, 400000]), min_size=1, max_size=8))
+def test_sizes_that_go_up_and_down_cost_few_bytes(conversation: Any, lengths: list[int]) -> None:
+    batches = [{"t": torch.arange(length)} for length in lengths]
+    heard, sizes = conversation.talk(conversation.send_all(*batches), len(batches))
+    for sent, message in zip(batches, heard, strict=True):
+        assert isinstance(message, Message)
+        assert_same(sent, message.batch)
+    said = sum(8 * length + 1024 for length in lengths)
+    # More than 512 KiB for nothing come only with a message smaller than the three before.
+    falls = sum(lengths[i] < min(lengths[max(0, i - 3) : i]) for i in range(1, len(lengths)))
+    assert sum(sizes) <= said + (len(lengths) << 19) + falls * max(8 * max(lengths), 1 << 19)
+
+
+def test_sizes_are_told_where_they_changed(conversation: Any) -> None:
+    def told(spec: BatchSpec | None) -> list[bool]:
+        documents = []
+
+        def spy(wire: BatchBroadcast) -> None:
+            for number, tokens in enumerate([8, 8, 9, 9, 8]):
+                prepared = wire.prepare(text_batch(number, tokens), {})
+                documents.append(prepared.document)
+                wire.send(prepared)
+
+        heard, _ = conversation.talk(spy, 5, spec=spec)
+        for number, (message, tokens) in enumerate(zip(heard, [8, 8, 9, 9, 8], strict=True)):
+            assert isinstance(message, Message)
+            assert_same(text_batch(number, tokens), message.batch)
+        return [b'"shapes"' in document for document in documents]
+
+    assert told(None) == [True, False, True, False, True]
+    assert told(BatchSpec(SPEC)) == [False] * 5
 
 
 def test_a_message_that_does_not_fit_makes_room_for_the_next_for_a_while(conversation: Any) -> None:
@@ -215,6 +261,18 @@ def test_foreign_traffic_in_the_group_is_noticed() -> None:
     thread.join(20)
 
 
+def test_a_header_that_promises_too_much_is_refused() -> None:
+    group = SimulatedGroup((0, 1), timeout=20)
+    header = struct.pack("<4sB3xIIIQQ", b"evmb", 1, 0, 2, 0, 0, 1 << 40)
+    message = torch.zeros(2048, dtype=torch.uint8)
+    message[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+    thread = threading.Thread(target=lambda: group.communicator(0).broadcast(message, 0), daemon=True)
+    thread.start()
+    with pytest.raises(WireFormatError, match=re.escape("rank 0 sent no header of message 0")):
+        BatchBroadcast(group.communicator(1)).receive()
+    thread.join(20)
+
+
 def test_a_message_that_makes_no_sense_is_refused(conversation: Any) -> None:
     def say(**changes: Any) -> Callable[[BatchBroadcast], None]:
         def post(wire: BatchBroadcast) -> None:
@@ -240,5 +298,13 @@ def test_a_message_that_makes_no_sense_is_refused(conversation: Any) -> None:
         "a sample names pathlib.Path, which is no "
     )
     assert heard(structure=["?"]) == "a batch has a node of kind '?', which is unknown here"
+    never = (
+        "rank 0 sent a batch of a structure that this rank was never told; give every rank of a data-parallel replica the "
+        "same batch_spec"
+    )
+    assert heard(digest=1) == never
+    assert heard(structure=None, shapes=None) == never
+    assert heard(structure=None) == never
+    assert heard(shapes=None) == "a message of rank 0 cannot be read: KeyError('shapes')"
     assert heard(scalars=[1]) == "a batch has more leaves than its structure"
     assert heard(scalars=None) == "a message of rank 0 cannot be read: KeyError('scalars')"

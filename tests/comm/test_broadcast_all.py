@@ -69,6 +69,27 @@ def test_over_gloo_some_are_under_way_at_once_and_all_arrive() -> None:
         assert calls == {"broadcast": len(SIZES)}
 
 
+def waits_for_the_first(rank: int) -> list[list[bool]]:
+    communicator, arrived = group(), []
+    buffers = [torch.full((n << 16,), rank + 1, dtype=torch.uint8) for n in (1, 2, 3)]
+
+    def made() -> Iterator[torch.Tensor | None]:
+        yield None
+        yield from buffers
+        for _ in range(4):
+            yield None
+            arrived.append([bool((buffer == 1).all()) for buffer in buffers])
+
+    communicator.broadcast_all(made(), 0)
+    return arrived
+
+
+@pytest.mark.gloo
+def test_none_waits_for_the_first_on_its_way() -> None:
+    for arrived in run_ranks(waits_for_the_first, 2):
+        assert [all(some[: n + 1]) for n, some in enumerate(arrived)] == [True] * 4
+
+
 def test_on_simulated_ranks_all_arrive() -> None:
     meeting = SimulatedGroup((2, 5), timeout=10)
     buffers = [torch.zeros(n, dtype=torch.uint8) for n in (3, 1, 8)]

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from evenstep.comm.batch_structure import Leaves, collect, describe
 from evenstep.testing import assert_same
 
 
@@ -95,3 +96,29 @@ BATCHES = st.recursive(LEAVES, containers, max_leaves=10)
 def test_every_batch_arrives_as_it_was_sent(conversation: Any, batches: list[Any]) -> None:
     for sent, got in zip(batches, conversation.received(*batches), strict=True):
         assert_same(got, sent)
+
+
+@given(first=BATCHES, second=BATCHES)
+def test_a_batch_is_recognised_by_no_structure_but_its_own(first: Any, second: Any) -> None:
+    node = describe(first, Leaves())
+    for batch in (first, second):
+        leaves, found = Leaves(), Leaves()
+        own = describe(batch, leaves)
+        if collect(node, batch, found):
+            assert own == node
+            assert_same(
+                [leaves.tensors, leaves.scalars, leaves.others], [found.tensors, found.scalars, found.others]
+            )
+
+
+def test_the_usual_batch_is_recognised() -> None:
+    batch = {
+        "ids": torch.arange(3),
+        "info": Extra("x", None),
+        "sizes": [1, 2],
+        "vision": Vision(torch.ones(2, 2, requires_grad=True), ("a",)),
+        "more": OrderedDict(a=[torch.zeros(1), 3.5], b=({},)),
+    }
+    leaves = Leaves()
+    assert collect(describe(batch, Leaves()), batch, leaves)
+    assert not leaves.tensors[1].requires_grad

@@ -15,7 +15,8 @@ __all__ = ["Group", "Layout", "Pack", "Shapes", "bytes_of"]
 Shapes = Sequence[Sequence[int]]
 
 DIRECT_BYTES = 1 << 22  # from here on a broadcast of its own costs less than copying into a packed buffer
-PACK_BYTES = 1 << 24  # of host tensors: one pack is filled while the one before it travels
+PACK_BYTES = 1 << 23  # of host tensors: one pack is filled while the one before it travels
+LARGEST_PACK = PACK_BYTES * 3 // 2 + DIRECT_BYTES  # of the host, at most
 _ALIGNMENT = 64
 
 
@@ -74,7 +75,7 @@ class Group:
 class Layout:
     """How the tensors of one batch travel.
 
-    Tensors of an accelerator that are not large share one buffer; those of the host share one for every 16 MiB or so.
+    Tensors of an accelerator that are not large share one buffer; those of the host share one for every 8 MiB or so.
 
     Args:
         kinds: Dtype and device type of each tensor.

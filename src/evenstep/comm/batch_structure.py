@@ -24,6 +24,7 @@ from evenstep.errors import WireFormatError
 __all__ = [
     "Leaves",
     "TensorKind",
+    "collect",
     "describe",
     "digest_of",
     "dtype_name",
@@ -140,8 +141,44 @@ def _describe_tensor(value: torch.Tensor, leaves: Leaves, path: str) -> list[Any
             f"batch{path} is a {type(value).__name__} of {value.dtype}, {value.layout} on {value.device}: its bytes cannot "
             "be told to model-parallel peers; make it a dense torch.Tensor in collate"
         )
-    leaves.tensors.append(value.detach())
+    leaves.tensors.append(value.detach() if value.requires_grad else value)
     return [TENSOR, dtype_name(value.dtype), value.dim(), value.device.type]
+
+
+def collect(node: list[Any], value: Any, leaves: Leaves) -> bool:
+    """Whether ``describe`` would return ``node``, in a third of its time; only then is ``leaves`` complete.
+
+    May be False where it would.
+    """
+    code = node[0]
+    kind: type = type(value)
+    if code == TENSOR:
+        _, dtype, ndim, device = node
+        if kind is not torch.Tensor or value.dtype is not _DTYPES[dtype] or value.layout is not torch.strided:
+            return False
+        leaves.tensors.append(value.detach() if value.requires_grad else value)
+        return bool(value.dim() == ndim and value.device.type == device)
+    if code == SCALAR:
+        leaves.scalars.append(value)
+        return kind in SCALAR_TYPES
+    if code == SCALARS:
+        leaves.scalars.append(value)
+        return kind is (list if node[1] else tuple) and all(type(item) in SCALAR_TYPES for item in value)
+    if code in (DICT, ORDERED):
+        if kind is not (dict if code == DICT else OrderedDict) or any(type(key) is not str for key in value):
+            return False
+        names, items = node[1], value.values()
+        same = names == list(value)
+    elif code in (NAMED, DATACLASS):
+        _, module, qualname, names, _ = node
+        same = kind.__module__ == module and kind.__qualname__ == qualname and is_reachable(kind)
+        same = same and record_fields(kind) == tuple(names)
+        items = [getattr(value, name) for name in names] if same else ()
+    elif code in (LIST, TUPLE):
+        same, items = kind is (list if code == LIST else tuple) and len(node[1]) == len(value), value
+    else:
+        return False
+    return same and all(collect(child, item, leaves) for child, item in zip(node[-1], items, strict=True))
 
 
 def dump(node: list[Any]) -> bytes:

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from evenstep.comm.batch_layout import Group, Layout, Pack, Shapes, bytes_of
+from evenstep.comm.batch_form import Form
+from evenstep.comm.batch_layout import Group, Pack, bytes_of
 from evenstep.comm.batch_message import CONSTRUCTOR
-from evenstep.comm.batch_structure import TensorKind
 from evenstep.comm.buffers import BufferPool
 from evenstep.comm.communicator import Communicator
 
@@ -33,40 +33,59 @@ class TensorBroadcast:
         self._communicator = communicator
         self._device = communicator.device
         self._pool = pool
+        self._form: Form | None = None
+        self._place = 0
+        self._views: dict[int, torch.Tensor] = {}  # of a batch of that form, at that place
 
-    def host_buffers(self, tensors: Sequence[torch.Tensor], layout: Layout) -> Iterator[torch.Tensor]:
+    def fill_message(self, form: Form, tensors: Sequence[torch.Tensor], out: torch.Tensor) -> Iterator[int]:
+        """Write the first pack of the host into ``out``, tensor by tensor; yields up to where."""
+        pack = form.layout.host.packs[0]
+        if self._form is not form or self._place != out.data_ptr():
+            self._form, self._place, self._views = form, out.data_ptr(), self.in_message(form, out)
+        for leaf, offset, nbytes in pack.leaves:
+            self._views[leaf].copy_(tensors[leaf])
+            yield offset + nbytes
+        yield pack.nbytes
+
+    def host_buffers(self, form: Form, tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
         """What is to be broadcast of the host's ``tensors`` behind the first pack; packed when asked for."""
-        for pack in layout.host.packs[1:]:
+        for pack in form.layout.host.packs[1:]:
             buffer = self._pool.take(pack.nbytes)
             pack.fill(tensors, buffer)
             yield buffer
-        for leaf, _ in layout.host.direct:
+        for leaf, _ in form.layout.host.direct:
             yield bytes_of(tensors[leaf])
 
-    def send_from_device(self, tensors: Sequence[torch.Tensor], layout: Layout) -> None:
+    def send_from_device(self, form: Form, tensors: Sequence[torch.Tensor]) -> None:
         """Broadcast the ``tensors`` that are not on the host."""
-        for group in layout.groups:
-            if group is not layout.host:
+        for group in form.layout.groups:
+            if group is not form.layout.host:
                 self._broadcast(self._device_buffers(tensors, group))
 
-    def receive_on_host(
-        self, kinds: Sequence[TensorKind], shapes: Shapes, layout: Layout, first: torch.Tensor | None
-    ) -> dict[int, torch.Tensor]:
-        """The host's tensors by number; ``first`` is the first pack if it came with the message."""
-        packs = layout.host.packs
-        there = [] if first is None or not packs else [first]
-        buffers = [self._pool.take(pack.nbytes) for pack in packs[len(there) :]]
-        alone = [self._pool.take(nbytes) for _, nbytes in layout.host.direct]
-        self._broadcast(iter(buffers + alone))
-        return _tensors(kinds, shapes, layout.host, packs, there + buffers, alone)
+    def in_message(self, form: Form, tail: torch.Tensor) -> dict[int, torch.Tensor]:
+        """The tensors of the first pack by number, if ``tail`` begins with it."""
+        packs = form.layout.host.packs[:1]
+        if not packs or packs[0].nbytes > tail.numel():
+            return {}
+        return packs[0].views(form.kinds, form.shapes, tail[: packs[0].nbytes])
 
-    def receive_on_device(
-        self, kinds: Sequence[TensorKind], shapes: Shapes, layout: Layout
-    ) -> dict[int, torch.Tensor]:
+    def receive_on_host(self, form: Form, found: dict[int, torch.Tensor]) -> Iterator[torch.Tensor]:
+        """What the host's tensors behind the first pack are to be received into; they go into ``found`` by number."""
+        host = form.layout.host
+        if len(host.packs) <= 1 and not host.direct:
+            return
+        packs = host.packs[1:]
+        buffers = [self._pool.take(pack.nbytes) for pack in packs]
+        alone = [self._pool.take(nbytes) for _, nbytes in host.direct]
+        yield from buffers
+        yield from alone
+        found.update(_tensors(form, host, packs, buffers, alone))
+
+    def receive_on_device(self, form: Form) -> dict[int, torch.Tensor]:
         """All other tensors by number."""
         found: dict[int, torch.Tensor] = {}
-        for group in layout.groups:
-            if group is layout.host:
+        for group in form.layout.groups:
+            if group is form.layout.host:
                 continue
             sizes = [pack.nbytes for pack in group.packs] + [nbytes for _, nbytes in group.direct]
             device = self.device_of(group.device_type)
@@ -78,7 +97,7 @@ class TensorBroadcast:
                 self._broadcast(iter(staged))
                 buffers = [buffer.to(device) for buffer in staged]
             packed = len(group.packs)
-            found.update(_tensors(kinds, shapes, group, group.packs, buffers[:packed], buffers[packed:]))
+            found.update(_tensors(form, group, group.packs, buffers[:packed], buffers[packed:]))
         return found
 
     def device_of(self, device_type: str) -> torch.device:
@@ -105,8 +124,7 @@ class TensorBroadcast:
 
 
 def _tensors(
-    kinds: Sequence[TensorKind],
-    shapes: Shapes,
+    form: Form,
     group: Group,
     packs: Sequence[Pack],
     buffers: Sequence[torch.Tensor],
@@ -114,7 +132,7 @@ def _tensors(
 ) -> dict[int, torch.Tensor]:
     found = {}
     for pack, buffer in zip(packs, buffers, strict=True):
-        found.update(pack.views(kinds, shapes, buffer))
+        found.update(pack.views(form.kinds, form.shapes, buffer))
     for (leaf, _), buffer in zip(group.direct, alone, strict=True):
-        found[leaf] = buffer.view(kinds[leaf].dtype).view(shapes[leaf])
+        found[leaf] = buffer.view(form.kinds[leaf].dtype).view(form.shapes[leaf])
     return found

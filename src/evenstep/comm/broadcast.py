@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -17,20 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from evenstep.comm.batch_layout import Layout
+from evenstep.comm.batch_form import Form, FormReader, FormWriter
+from evenstep.comm.batch_layout import LARGEST_PACK
 from evenstep.comm.batch_message import BATCH, CONSTRUCTOR, END, ERROR, Heard, MessageChannel
 from evenstep.comm.batch_spec import BatchSpec
-from evenstep.comm.batch_structure import (
-    SCALAR_TYPES,
-    Leaves,
-    TensorKind,
-    describe,
-    digest_of,
-    dump,
-    parse,
-    rebuild,
-    tensor_kinds,
-)
+from evenstep.comm.batch_structure import SCALAR_TYPES, Leaves, rebuild
 from evenstep.comm.batch_tensors import TensorBroadcast
 from evenstep.comm.buffers import BufferPool
 from evenstep.comm.codec import PayloadCodec
@@ -41,6 +32,7 @@ from evenstep.errors import ConfigMismatch, RemoteRankError, SampleError, WireFo
 __all__ = ["BatchBroadcast", "Message", "Prepared"]
 
 _POOL_BYTES = 1 << 28
+_ENCODER = json.JSONEncoder(separators=(",", ":"))
 
 
 @dataclass(slots=True)
@@ -67,9 +59,17 @@ class Prepared:
     document: bytes
     extra: bytes
     tensors: list[torch.Tensor]
-    kinds: list[TensorKind]
-    layout: Layout
-    structure: bytes
+    form: Form
+
+
+@dataclass(slots=True)
+class _Read:
+    """A message that was read; a batch's tensors may still be on their way."""
+
+    message: Message
+    form: Form | None = None
+    leaves: Leaves = field(default_factory=Leaves)
+    tensors: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 class BatchBroadcast:
@@ -89,18 +89,15 @@ class BatchBroadcast:
         aside: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self._communicator = communicator
-        self._ranks = communicator.ranks
         self._rank = communicator.ranks[communicator.position]
-        self._spec = spec
+        self._sender = communicator.ranks[CONSTRUCTOR]
         self._aside = aside
         pool = BufferPool(_POOL_BYTES)
-        self._channel = MessageChannel(communicator, pool)
+        self._channel = MessageChannel(communicator, pool, LARGEST_PACK)
         self._tensors = TensorBroadcast(communicator, pool)
         self._codec = PayloadCodec()
-        self._structure = b""  # what the peers were told last
-        self._node: list[Any] = []
-        self._kinds: list[TensorKind] = []
-        self._last: tuple[list[TensorKind], list[list[int]], Layout] | None = None
+        self._writer = FormWriter(spec)
+        self._reader = FormReader(spec, self._sender)
 
     def restart(self) -> None:
         """The next message is the first of another stream (an epoch, a loaded state)."""
@@ -113,39 +110,25 @@ class BatchBroadcast:
             TypeError: The batch or the state holds what cannot be sent.
             ValueError: The batch is not what the specification says.
         """
-        leaves = Leaves()
-        node = describe(batch, leaves)
+        told: dict[str, Any] = {}
+        form, leaves = self._writer.write(batch, told)
         extra = self._encode(leaves, state)
-        told: dict[str, Any] = {"scalars": leaves.scalars, "others": len(leaves.others)}
+        told["scalars"], told["others"] = leaves.scalars, len(leaves.others)
         if _is_json(state):
             told["state"] = state
-        structure = b""
-        if self._spec is not None:
-            told["device"] = self._spec.check(node, leaves.tensors)
-            told["dims"] = self._spec.dims_to_tell(leaves.tensors)
-            told["spec"] = self._spec.digest
-        else:
-            structure = dump(node)
-            told["digest"] = digest_of(structure)
-            told["shapes"] = [list(tensor.shape) for tensor in leaves.tensors]
-            if structure != self._structure:
-                told["structure"] = node
-        known = bool(structure) and structure == self._structure
-        kinds = self._kinds if known else tensor_kinds(node)
-        layout = self._layout(kinds, [list(tensor.shape) for tensor in leaves.tensors])
-        return Prepared(_to_json(told), extra, leaves.tensors, kinds, layout, structure)
+        return Prepared(_to_json(told), extra, leaves.tensors, form)
 
     def send(self, prepared: Prepared) -> None:
         """Broadcast a batch."""
-        layout, tensors = prepared.layout, prepared.tensors
-        tail: tuple[int, Callable[[torch.Tensor], object] | None] = (0, None)
-        if layout.host.packs:
-            first = layout.host.packs[0]
-            tail = (first.nbytes, partial(first.fill, tensors))
-        message = self._channel.compose(BATCH, prepared.document, prepared.extra, *tail)
-        self._post(chain(message, self._tensors.host_buffers(tensors, layout)))
-        self._structure, self._kinds = prepared.structure, prepared.kinds
-        self._tensors.send_from_device(tensors, layout)
+        form, tensors = prepared.form, prepared.tensors
+        packs = form.layout.host.packs[:1]
+        fill = partial(self._tensors.fill_message, form, tensors)
+        message = self._channel.compose(
+            BATCH, prepared.document, prepared.extra, sum(pack.nbytes for pack in packs), fill
+        )
+        self._post(chain(message, self._tensors.host_buffers(form, tensors)))
+        self._writer.last = form
+        self._tensors.send_from_device(form, tensors)
 
     def send_end(self, state: dict[str, Any]) -> None:
         """Tell the peers that the stream has ended."""
@@ -161,7 +144,7 @@ class BatchBroadcast:
             told["origin"] = [str(error), error.rank, error.error_type, error.error_message, error.sample]
         self._post(self._channel.compose(ERROR, _to_json(told)))
 
-    def _post(self, buffers: Iterator[torch.Tensor]) -> None:
+    def _post(self, buffers: Iterator[torch.Tensor | None]) -> None:
         with self._aside():
             self._communicator.broadcast_all(buffers, CONSTRUCTOR)
 
@@ -173,20 +156,48 @@ class BatchBroadcast:
             ConfigMismatch: It has another specification.
             WireFormatError: It sent something else.
         """
-        with self._aside():
-            heard = self._channel.listen()
-        try:
-            return self._read(heard)
-        except (ConfigMismatch, WireFormatError):
-            raise
-        except (IndexError, KeyError, TypeError, ValueError) as error:
-            sender = self._ranks[CONSTRUCTOR]
-            raise WireFormatError(f"a message of rank {sender} cannot be read: {error!r}") from error
+        read: list[_Read | Exception] = []
+        self._post(self._incoming(read))
+        (found,) = read
+        if isinstance(found, Exception):
+            raise found
+        if found.form is not None and found.message.batch is None:
+            found.tensors.update(self._tensors.receive_on_device(found.form))
+            self._build(found)
+        return found.message
 
-    def _read(self, heard: Heard) -> Message:
+    def _incoming(self, read: list[_Read | Exception]) -> Iterator[torch.Tensor | None]:
+        """What the next message is to be received into, while it is being read."""
+        last = self._reader.last
+        views: dict[int, torch.Tensor] = {}
+
+        def guess(tail: torch.Tensor) -> None:
+            if last is not None:
+                views.update(self._tensors.in_message(last, tail))
+
+        heard = yield from self._channel.listen(guess)
+        try:
+            found = self._read(heard)
+            form = found.form
+            if form is not None:
+                found.tensors = views
+                if form is not last or not heard.guessed:
+                    found.tensors = self._tensors.in_message(form, heard.tail)
+                yield from self._tensors.receive_on_host(form, found.tensors)
+                if len(form.layout.groups) == 1:
+                    self._build(found)
+            read.append(found)
+        except (ConfigMismatch, WireFormatError) as error:  # raised once what is on its way has arrived
+            read.append(error)
+        except (IndexError, KeyError, TypeError, ValueError) as error:
+            refused = WireFormatError(f"a message of rank {self._sender} cannot be read: {error!r}")
+            refused.__cause__ = error
+            read.append(refused)
+
+    def _read(self, heard: Heard) -> _Read:
         told = heard.told
         if heard.kind == ERROR:
-            return Message(error=_told_error(told))
+            return _Read(Message(error=_told_error(told)))
         beside = "state" not in told
         others: list[Any] = []
         if heard.extra:
@@ -194,60 +205,21 @@ class BatchBroadcast:
             others = self._codec.decode(buffer, told.get("others", 0) + beside)
         state = others.pop() if beside else told["state"]
         if heard.kind == END:
-            return Message(state=state, is_end=True)
-        shapes = self._shapes(told)
+            return _Read(Message(state=state, is_end=True))
         leaves = Leaves()
         leaves.scalars, leaves.others = told["scalars"], others
-        layout = self._layout(self._kinds, shapes)
-        first = layout.host.packs[0].nbytes if layout.host.packs else 0
-        if first != heard.tail_bytes:
-            raise WireFormatError(
-                f"rank {self._ranks[CONSTRUCTOR]} sent {heard.tail_bytes} bytes of small tensors, its own table of sizes says "
-                f"{first}"
-            )
-        with self._aside():
-            tensors = self._tensors.receive_on_host(self._kinds, shapes, layout, heard.tail)
-        tensors.update(self._tensors.receive_on_device(self._kinds, shapes, layout))
+        return _Read(Message(state=state), self._reader.read(told, heard.tail.numel()), leaves)
+
+    def _build(self, found: _Read) -> None:
+        form, leaves, tensors = found.form, found.leaves, found.tensors
+        assert form is not None
         leaves.tensors = [
             tensors[leaf]
             if leaf in tensors
             else torch.empty(shape, dtype=kind.dtype, device=self._tensors.device_of(kind.device_type))
-            for leaf, (kind, shape) in enumerate(zip(self._kinds, shapes, strict=True))
+            for leaf, (kind, shape) in enumerate(zip(form.kinds, form.shapes, strict=True))
         ]
-        return Message(state=state, batch=rebuild(self._node, leaves))
-
-    def _layout(self, kinds: list[TensorKind], shapes: list[list[int]]) -> Layout:
-        """Batches mostly look like the one before."""
-        if self._last is None or self._last[0] is not kinds or self._last[1] != shapes:
-            self._last = (kinds, shapes, Layout(kinds, shapes))
-        return self._last[2]
-
-    def _shapes(self, told: dict[str, Any]) -> list[list[int]]:
-        """The shapes of the batch's tensors; takes note of its structure."""
-        if self._spec is not None:
-            if told.get("spec") != self._spec.digest:
-                raise ConfigMismatch(
-                    f"rank {self._ranks[CONSTRUCTOR]} sends batches by another batch specification than this rank's: its "
-                    "bytes would be misread; give every rank of a data-parallel replica the same batch_spec"
-                )
-            self._node = self._spec.structure(told["device"])
-            self._kinds = tensor_kinds(self._node)
-            return self._spec.shapes(told["dims"])
-        if "structure" in told:
-            self._structure = dump(told["structure"])
-            self._node = parse(self._structure)
-            self._kinds = tensor_kinds(self._node)
-        if told.get("digest") != digest_of(self._structure):
-            raise WireFormatError(
-                f"rank {self._ranks[CONSTRUCTOR]} sent a batch of a structure that this rank was never told; give every "
-                "rank of a data-parallel replica the same batch_spec"
-            )
-        shapes: list[list[int]] = told["shapes"]
-        if [len(shape) for shape in shapes] != [kind.ndim for kind in self._kinds] or any(
-            type(n) is not int or n < 0 for shape in shapes for n in shape
-        ):
-            raise WireFormatError(f"sizes {shapes} do not fit the structure of the batch")
-        return shapes
+        found.message.batch = rebuild(form.node, leaves)
 
     def _encode(self, leaves: Leaves, state: dict[str, Any]) -> bytes:
         """What the codec takes: such leaves, and last the state where JSON would change it (a tensor, an integer key)."""
@@ -284,7 +256,7 @@ def _is_json(value: Any) -> bool:
 
 
 def _to_json(told: dict[str, Any]) -> bytes:
-    return json.dumps(told, separators=(",", ":")).encode()
+    return _ENCODER.encode(told).encode()
 
 
 def _told_error(told: dict[str, Any]) -> RemoteRankError:

@@ -47,11 +47,11 @@ class Communicator(Protocol):
     def broadcast(self, buffer: torch.Tensor, source: int) -> None:
         """Fill ``buffer`` (uint8 ``[n]``, the same ``n`` everywhere) with position ``source``'s."""
 
-    def broadcast_all(self, buffers: Iterable[torch.Tensor], source: int) -> None:
+    def broadcast_all(self, buffers: Iterable[torch.Tensor | None], source: int) -> None:
         """`broadcast` of each of ``buffers``, several of them on their way at once.
 
-        The next buffer is asked for while those before it travel: ``source`` may fill it then. All have arrived when
-        this returns.
+        The next buffer is asked for while those before it travel: ``source`` may fill it then. None is no buffer, but
+        waits for the first of those on their way to arrive. All have arrived when this returns.
         """
 
     def all_to_all(
@@ -86,7 +86,7 @@ class SoloCommunicator:
     def broadcast(self, buffer: torch.Tensor, source: int) -> None:
         """Nothing to do."""
 
-    def broadcast_all(self, buffers: Iterable[torch.Tensor], source: int) -> None:
+    def broadcast_all(self, buffers: Iterable[torch.Tensor | None], source: int) -> None:
         """Nothing to do."""
 
     def all_to_all(

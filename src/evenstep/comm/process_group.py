@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from evenstep.comm import starting
 from evenstep.comm.communicator import Abandoned, Launcher, launch_here
 from evenstep.comm.goodbye import Goodbye
 from evenstep.errors import RemoteRankError
@@ -27,9 +28,6 @@ _DEVICE_POLL = 0.0005  # seconds between two looks at a collective that an accel
 _IN_FLIGHT = (
     4  # broadcasts of one batch: gloo has two threads to a group, and each should find the next waiting
 )
-
-# torch 2.13 renamed it and deprecates the old name.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class ProcessGroupCommunicator:
@@ -81,8 +79,7 @@ class ProcessGroupCommunicator:
         source = row.to(self.device)
         self.sent_bytes["all_gather"] += row.numel() * (len(self.ranks) - 1)
         out = torch.empty(len(self.ranks) * row.numel(), dtype=torch.uint8, device=self.device)
-        start = lambda: _all_gather(out, source, group=self._group, async_op=True)  # noqa: E731 - a thunk, not a function with a name
-        self._run("all_gather", start, [out, source])
+        self._run("all_gather", partial(starting.all_gather, self._group, out, source), [out, source])
         rows = out.cpu().view(len(self.ranks), row.numel())
         return rows if self._in_order else rows[self._inner]
 
@@ -90,28 +87,29 @@ class ProcessGroupCommunicator:
         """See `Communicator.broadcast`; a buffer that already lies on the group's device is used in place."""
         staged = buffer.to(self.device)
         self.sent_bytes["broadcast"] += buffer.numel() * (len(self.ranks) - 1) * (source == self.position)
-        origin = self.ranks[source]
-        start = lambda: dist.broadcast(staged, src=origin, group=self._group, async_op=True)  # noqa: E731 - a thunk, not a function with a name
+        start = partial(starting.broadcast, self._group, staged, self._inner[source])
         # A batch on its way to the training stream: the stream waits, not the host.
         self._run("broadcast", start, [staged], by_stream=staged is buffer and self.device.type != "cpu")
         if staged is not buffer and source != self.position:
             buffer.copy_(staged)
 
-    def broadcast_all(self, buffers: Iterable[torch.Tensor], source: int) -> None:
+    def broadcast_all(self, buffers: Iterable[torch.Tensor | None], source: int) -> None:
         """See `Communicator.broadcast_all`."""
         if self.device.type != "cpu":
             for buffer in buffers:
-                self.broadcast(buffer, source)
+                if buffer is not None:
+                    self.broadcast(buffer, source)
             return
-        origin = self.ranks[source]
         try:
             for buffer in buffers:
-                if len(self._in_flight) == _IN_FLIGHT:
+                if self._in_flight and (buffer is None or len(self._in_flight) == _IN_FLIGHT):
                     self._finish_first(may_leave=True)
+                if buffer is None:
+                    continue
                 self.sent_bytes["broadcast"] += (
                     buffer.numel() * (len(self.ranks) - 1) * (source == self.position)
                 )
-                start = partial(dist.broadcast, buffer, src=origin, group=self._group, async_op=True)
+                start = partial(starting.broadcast, self._group, buffer, self._inner[source])
                 self._start("broadcast", start, [buffer])
             while self._in_flight:
                 self._finish_first(may_leave=True)
@@ -135,9 +133,7 @@ class ProcessGroupCommunicator:
             incoming = torch.empty(receive.numel(), dtype=torch.uint8, device=self.device)
         self._run(
             "all_to_all",
-            lambda: dist.all_to_all_single(
-                incoming, outgoing, receive_splits, send_splits, group=self._group, async_op=True
-            ),
+            partial(starting.all_to_all, self._group, incoming, outgoing, receive_splits, send_splits),
             [incoming, outgoing],
         )
         if incoming is not receive:

@@ -127,10 +127,11 @@ class SimulatedCommunicator:
         if mine is None:
             buffer.copy_(brought[source])
 
-    def broadcast_all(self, buffers: Iterable[torch.Tensor], source: int) -> None:
+    def broadcast_all(self, buffers: Iterable[torch.Tensor | None], source: int) -> None:
         """See `Communicator.broadcast_all`."""
         for buffer in buffers:
-            self.broadcast(buffer, source)
+            if buffer is not None:
+                self.broadcast(buffer, source)
 
     def all_to_all(
         self,
