@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,9 +18,7 @@ from evenstep import (
     DataPlane,
     LinearQuadraticCost,
     Loader,
-    RemoteRankError,
     StateMismatch,
-    Step,
     StepSampler,
 )
 from evenstep.testing.jobs import Layout, Seen, Stream, layouts, members_by_step, streams
@@ -321,75 +317,3 @@ def test_another_stream_is_refused_when_its_state_is_loaded(
         seen = take(loader)
     start = replace(Cursor.from_dict(state), micro_batch=0, plan=0)
     assert members_by_step([seen]) == {c.step: m for c, m in other.steps(start)}
-
-
-def test_a_sampler_that_fills_too_few_rows_stops_every_rank() -> None:
-    """With rank, expected and got."""
-
-    class Wrong:
-        def __init__(self, change: Callable[[Any], Any]) -> None:
-            self.inner, self.change = SMALL.sampler(), change
-            self.rows_per_step = SMALL.rows
-            self.start = self.inner.start
-
-        def step_at(self, cursor: Cursor) -> Any:
-            step = self.inner.step_at(cursor)
-            return step if step is None or cursor.consumed_samples == 0 else self.change(step)
-
-        def __len__(self) -> int:
-            return len(self.inner)
-
-    def empty_row(step: Any) -> Any:
-        return replace(step, rows=np.maximum(step.rows, 1).astype(np.int32))
-
-    def fewer_rows(step: Any) -> Any:
-        return replace(step, rows=step.rows[:-1])
-
-    def fractions(step: Any) -> Any:
-        return replace(step, indices=step.indices / 2)
-
-    for change, words in (
-        (
-            fractions,
-            "the sampler gave indices of dtype float64 and shape [24], expected one integer for each sample",
-        ),
-        (empty_row, "the sampler filled 23 rows of a step, expected each of 0..23"),
-        (fewer_rows, "the sampler gave 24 indices and 23 rows, expected one row for each index"),
-    ):
-
-        def train(plane: DataPlane, change: Callable[[Any], Any] = change) -> None:
-            with layout_of().loader(SMALL, plane, sampler=Wrong(change)) as loader:
-                take(loader)
-
-        for error in layout_of().world().outcomes(train):
-            assert isinstance(error, RemoteRankError)
-            assert re.search(rf"rank \d: {re.escape(words)}", str(error))
-
-
-def test_a_sampler_may_give_lists_and_count_in_numpy() -> None:
-    class Plain:
-        """As somebody writes it who knows neither int64 nor int32."""
-
-        rows_per_step = SMALL.rows
-
-        def __init__(self) -> None:
-            self.inner = SMALL.sampler()
-            self.start = self.inner.start
-
-        def step_at(self, cursor: Cursor) -> Any:
-            step = self.inner.step_at(cursor)
-            if step is None:
-                return None
-            consumed: Any = np.int64(step.next_cursor.consumed_samples)
-            following = replace(step.next_cursor, consumed_samples=consumed)
-            return Step(step.indices.tolist(), step.rows.tolist(), following)
-
-        def __len__(self) -> int:
-            return len(self.inner)
-
-    def train(plane: DataPlane, **options: Any) -> Any:
-        with layout_of().loader(SMALL, plane, **options) as loader:
-            return take(loader), json.dumps(loader.state_dict())
-
-    world = layout_of().world()
-    assert world.run(lambda plane: train(plane, sampler=Plain())) == world.run(train)
