@@ -227,16 +227,6 @@ def test_targets_are_made_before_the_cuts(batch: Any, parts: int, mode: Any, uni
         assert part["shift_labels"].shape == part["input_ids"].shape
 
 
-def test_fields_named_with_none_stay_whole() -> None:
-    batch = collate_rows([pack_text([{"input_ids": [1, 2, 3, 4]}], 8)])
-    _, (first, second) = slices(batch, {"input_ids": Shard("cp"), "labels": None}, 2, targets=True)
-    assert first["input_ids"].tolist() == [[1, 2, 3, 4]]
-    assert second["input_ids"].tolist() == [[0, 0, 0, 0]]
-    assert second["position_ids"].tolist() == [[0, 0, 0, 0]]
-    assert torch.equal(first["labels"], batch["labels"])
-    assert "shift_labels" not in first
-
-
 def test_zigzag_of_eight_tokens_over_two_ranks() -> None:
     assert [shard_indices(8, r, 2, "zigzag").tolist() for r in range(2)] == [[0, 1, 6, 7], [2, 3, 4, 5]]
     bounds = torch.tensor([0, 4, 8])
@@ -262,28 +252,6 @@ def test_documents_that_collate_has_padded_are_left_where_they_are() -> None:
     whole, (first, second) = slices(batch, {"input_ids": Shard("cp", mode="zigzag", unit="document")}, 2)
     assert whole["input_ids"] is batch["input_ids"]
     assert (first["input_ids"].tolist(), second["input_ids"].tolist()) == ([[1, 0, 4, 0]], [[2, 3, 0, 0]])
-
-
-def test_a_field_of_another_length_is_not_divided_by_document() -> None:
-    batch = {**collate_varlen([pack_text([{"input_ids": [1, 2, 3]}], 8)]), "patches": torch.ones(5)}
-    shard = Shard("cp", unit="document")
-    message = (
-        "field 'patches' has 5 values along the dimension that is divided by document, others have 3: its values would "
-        "stand in the wrong documents. Shard it with unit='row', or not at all."
-    )
-    with pytest.raises(ValueError, match="^" + re.escape(message) + "$"):
-        slices(batch, {"input_ids": shard, "patches": shard}, 2)
-
-
-def test_fields_of_other_shapes_and_places_are_divided_too() -> None:
-    grid = torch.arange(12).view(4, 3)
-    batch: dict[str, Any] = {"vision": {"grid": grid}, "positions": torch.arange(24).view(3, 2, 4)}
-    shards = {"vision.grid": Shard("tp", dim=0), "positions": Shard("cp", mode="zigzag", pad=-5.0)}
-    whole, (first, second) = slices(batch, shards, 2)
-    assert torch.equal(torch.cat([first["vision"]["grid"], second["vision"]["grid"]]), grid)
-    assert torch.equal(first["positions"], batch["positions"][..., [0, 3]])
-    whole, _ = slices(batch, shards, 3)
-    assert whole["positions"][0, 0].tolist() == [0, 1, 2, 3, -5, -5]
 
 
 def test_how_built_in_functions_pad_is_known() -> None:
