@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from evenstep.bench import exchange
+from evenstep.bench.turns import Turns
+from evenstep.comm.communicator import SoloCommunicator
 
 pytestmark = pytest.mark.gloo
 
@@ -58,3 +63,34 @@ def test_one_exchange_whose_samples_are_all_checked(capsys: pytest.CaptureFixtur
     assert text.endswith(
         "2 ranks, 2.75 GiB sent by each in 2.00 s (1.38 GiB/s): all 20 samples that rank 0 received are right; 2.00 bytes of memory a byte"
     )
+
+
+def test_a_turn_takes_the_mean_of_runs_in_a_row() -> None:
+    ran: list[str] = []
+
+    def contender(name: str, seconds: float) -> None:
+        time.sleep(seconds)
+        ran.append(name)
+
+    turns = Turns.take(
+        SoloCommunicator(), 3, 2, a=lambda: contender("a", 0.01), b=lambda: contender("b", 0.03)
+    )
+    assert ran == ["a", "a", "b", "b"] * 4
+    assert turns.names == ("a", "b")
+    assert turns.times.shape == (3, 2)
+    seconds = turns.seconds()
+    assert 0.008 < seconds["a"] < seconds["b"]
+    assert seconds["b"] > 0.028
+    # Of the same turn, then the median over the turns.
+    known = Turns(("a", "b", "c"), np.array([[1.0, 2.0, 4.0], [2.0, 1.0, 1.0], [1.0, 1.0, 4.0]]))
+    assert known.ratio("a", "b", to="c") == 0.75
+
+
+def test_meeting_is_no_part_of_the_time() -> None:
+    class Slow(SoloCommunicator):
+        def all_gather(self, row: torch.Tensor) -> torch.Tensor:
+            time.sleep(0.02)
+            return super().all_gather(row)
+
+    turns = Turns.take(Slow(), 3, 1, a=lambda: time.sleep(0.01))
+    assert 0.008 < turns.seconds()["a"] < 0.03

@@ -122,6 +122,26 @@ def test_a_small_request_does_not_hold_a_large_buffer() -> None:
     assert len(small) == 5000
 
 
+def test_of_like_buffers_the_one_used_last_is_taken_first() -> None:
+    pool = BufferPool()
+    first, last = pool.take(4096), pool.take(4096)
+    addresses = [first.data_ptr(), last.data_ptr()]
+    del first
+    del last
+    again = [pool.take(4096), pool.take(4096)]
+    assert [buffer.data_ptr() for buffer in again] == addresses[::-1]
+
+
+def test_a_full_pool_frees_the_buffer_that_waits_longest() -> None:
+    pool = BufferPool(max_bytes=2 * 4096)
+    buffers = [pool.take(4096) for _ in range(3)]
+    addresses = [buffer.data_ptr() for buffer in buffers]
+    while buffers:
+        buffers.pop(0)
+    again = [pool.take(4096), pool.take(4096)]
+    assert [buffer.data_ptr() for buffer in again] == [addresses[2], addresses[1]]
+
+
 def test_a_pool_of_nothing_keeps_nothing() -> None:
     pool = BufferPool(max_bytes=0)
     for _ in range(3):

@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measure(_rank: int, payloads: list[int], sizes: list[int], metadata: int, repeats: int) -> dict[str, Any]:
-    """Seconds (of the slowest rank; medians), bytes and ratios; on every rank of the default group.
+    """Seconds (until all ranks are done; medians), bytes and ratios; on every rank of the default group.
 
     Each rank sends so many bytes of samples, in equal parts to all others. Ratios are medians of the ratios
     inside one turn.

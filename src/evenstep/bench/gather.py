@@ -55,6 +55,7 @@ def measure_gather(communicator: Communicator, count: int, repeats: int) -> dict
     turns = Turns.take(
         communicator,
         repeats,
+        8,
         raw=lambda: communicator.all_gather(row),
         evenstep=gather,
         all_gather_object=lambda: gather_objects(objects),

@@ -51,13 +51,13 @@ def exchange(parser: argparse.ArgumentParser) -> None:
         help="local ranks to start, one run for each number; under torchrun its ranks are used",
     )  # fmt: skip
     parser.add_argument(
-        "--mib", type=float, nargs="+", default=[8.0, 32.0], metavar="N", help="MiB that each rank sends"
+        "--mib", type=float, nargs="+", default=[4.0, 8.0, 32.0], metavar="N", help="MiB that each rank sends"
     )
     parser.add_argument(
         "--sample-kib", type=int, nargs="+", default=[128, 16, 2], metavar="N", help="sizes of a sample"
     )
     parser.add_argument("--metadata", type=int, default=2000, metavar="N", help="samples a rank in a gather")
-    parser.add_argument("--repeats", type=int, default=51, metavar="N", help="runs of each measurement")
+    parser.add_argument("--repeats", type=int, default=21, metavar="N", help="turns of each contender")
     parser.add_argument(
         "--huge-gib", type=float, metavar="N",
         help="instead: one exchange of N GiB a rank (needs twice that in memory, a rank), every sample checked",

@@ -20,6 +20,7 @@ from evenstep.comm.exchange import Exchange, Moves, Stamp
 __all__ = ["measure_exchange", "measure_huge"]
 
 _HUGE_SAMPLE = 1 << 20
+_IN_A_ROW, _TURN_BYTES = 8, 64 << 20  # runs of a contender in a turn, fewer of those that take long
 
 
 def measure_exchange(communicator: Communicator, payload: int, size: int, repeats: int) -> dict[str, Any]:
@@ -27,7 +28,7 @@ def measure_exchange(communicator: Communicator, payload: int, size: int, repeat
 
     ``raw`` moves as many bytes from a send buffer, ``memcpy`` copies them into it, and ``memcpy_and_raw`` does both,
     one after the other: an exchange that costs nothing else. It takes longer than the sum where bytes that were
-    just copied are slower to send. The samples that arrive are kept until the time is taken.
+    just copied are slower to send. The samples that arrive are dropped before the next run.
     """
     me, ranks = communicator.position, len(communicator.ranks)
     each = max(1, payload // size // max(1, ranks - 1))
@@ -66,10 +67,16 @@ def measure_exchange(communicator: Communicator, payload: int, size: int, repeat
         raw()
 
     turns = Turns.take(
-        communicator, repeats, raw=raw, memcpy=memcpy, memcpy_and_raw=memcpy_and_raw, evenstep=exchange.run
+        communicator,
+        repeats,
+        max(1, min(_IN_A_ROW, _TURN_BYTES // total)),
+        raw=raw,
+        memcpy=memcpy,
+        memcpy_and_raw=memcpy_and_raw,
+        evenstep=exchange.run,
     )
     rounds = min(repeats, 3)  # pickling takes up to seconds each
-    beside_pickle = Turns.take(communicator, rounds, pickled=pickled, evenstep=exchange.run)
+    beside_pickle = Turns.take(communicator, rounds, 1, pickled=pickled, evenstep=exchange.run)
     # On memory of its own: a busy backend may let go of a buffer only after the next exchange has begun.
     alone = BufferPool()
     received = Exchange(communicator, codec, alone, Stamp(1, 1, 1), moves, samples.__getitem__).run()

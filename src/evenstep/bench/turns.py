@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,28 +17,42 @@ __all__ = ["Turns"]
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """What each contender took in each turn: seconds of the slowest rank, float64 ``[turns, contenders]``."""
+    """What a run of each contender took in each turn: seconds until all ranks were done, float64 ``[turns, contenders]``."""
 
     names: tuple[str, ...]
     times: npt.NDArray[np.float64]
 
     @classmethod
-    def take(cls, communicator: Communicator, repeats: int, **contenders: Callable[[], object]) -> Turns:
-        """Run all of them ``repeats`` times, one after the other, each from a common start of all ranks."""
+    def take(
+        cls,
+        communicator: Communicator,
+        repeats: int,
+        in_a_row: int = 1,
+        **contenders: Callable[[], object],
+    ) -> Turns:
+        """Run all of them ``repeats`` times, one after the other; in its turn each runs ``in_a_row`` times.
+
+        The time is taken from a common start of all ranks until the last one is done, less what meeting takes: ranks that
+        share a core also wait for each other. Several runs in a row are what a loader does, and each contender finds its
+        own memory in the caches, not only those that share buffers with the one before them.
+        """
+        contenders = {"nothing": lambda: None} | contenders
         times: list[list[float]] = []
         for turn in range(repeats + 1):
             row: list[float] = []
             for contender in contenders.values():
-                communicator.all_gather(torch.zeros(1, dtype=torch.uint8))
+                meet(communicator)
                 begin = perf_counter()
-                result: Any = contender()
-                row.append(perf_counter() - begin)
-                del result  # its end belongs to whoever uses it
+                for _ in range(in_a_row):
+                    contender()
+                meet(communicator)
+                row.append((perf_counter() - begin) / in_a_row)
             if turn:  # the first one touches fresh memory
                 times.append(row)
         mine = torch.tensor(times, dtype=torch.float64)
         everybody = communicator.all_gather(mine.view(torch.uint8).flatten()).view(torch.float64)
-        return cls(tuple(contenders), everybody.view(-1, *mine.shape).amax(0).numpy())
+        slowest = everybody.view(-1, *mine.shape).amax(0).numpy()
+        return cls(tuple(contenders)[1:], np.maximum(slowest[:, 1:] - slowest[:, :1], 0))
 
     def seconds(self) -> dict[str, float]:
         """The median of each contender."""
@@ -49,3 +62,8 @@ class Turns:
         """The median over the turns of the sum of ``parts`` over ``to`` in the same turn."""
         column = {name: self.times[:, at] for at, name in enumerate(self.names)}
         return float(np.median(np.sum([column[name] for name in parts], axis=0) / column[to]))
+
+
+def meet(communicator: Communicator) -> None:
+    """Wait for all ranks."""
+    communicator.all_gather(torch.zeros(1, dtype=torch.uint8))

@@ -95,8 +95,8 @@ class RaggedNode:
         self.child.encode(list(chain.from_iterable(values)), writer)
 
     def decode(self, n: int, reader: Reader) -> list[Any]:
-        lengths = reader.lengths(n)
-        items = self.child.decode(int(lengths.sum()), reader)
+        lengths, total = reader.lengths(n)
+        items = self.child.decode(total, reader)
         container: Callable[[Any], Any] = list if self.tag == "lr" else tuple
         ends = np.cumsum(lengths).tolist()
         return [container(items[end - size : end]) for end, size in zip(ends, lengths.tolist(), strict=True)]

@@ -10,7 +10,18 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from evenstep.comm.codec.layout import ALIGNMENT, ENTRY, HUGE, INDEX, PREAMBLE, align, entry_bytes
+from evenstep.comm.codec.layout import (
+    ALIGNMENT,
+    ENTRY,
+    HUGE,
+    INDEX,
+    LEAST,
+    MOST,
+    PREAMBLE,
+    SUM,
+    align,
+    entry_bytes,
+)
 from evenstep.errors import WireFormatError
 
 __all__ = ["Bytes", "Reader", "Writer"]
@@ -161,8 +172,8 @@ class Reader:
                 )
             found.append((self.array[at + ENTRY.size : at + ENTRY.size + length].tobytes(), int(count)))
             at += entry_bytes(int(length))
-        if len(index) and int(index.max()) >= self._groups:
-            raise WireFormatError(f"a sample has structure {int(index.max())} of {self._groups}")
+        if len(index) and (most := int(MOST(index))) >= self._groups:
+            raise WireFormatError(f"a sample has structure {most} of {self._groups}")
         # One structure is the usual case, and then all numbers are 0 here.
         counts = [len(index)] if self._groups == 1 else np.bincount(index, minlength=self._groups).tolist()
         if [count for _, count in found] != counts:
@@ -176,12 +187,13 @@ class Reader:
         column, self._ints = self._ints[:n], self._ints[n:]
         return column
 
-    def lengths(self, n: int) -> Ints:
-        """The next ``n`` integers, none negative nor larger than the segment, nor their sum."""
+    def lengths(self, n: int) -> tuple[Ints, int]:
+        """The next ``n`` integers, none negative nor larger than the segment, and their sum, which is no larger either."""
         column = self.ints(n)
-        if n and (int(column.min()) < 0 or float(column.sum(dtype=np.float64)) > len(self.array)):
+        total = float(SUM(column, dtype=np.float64))  # never wraps round
+        if total > len(self.array) or (n and int(LEAST(column)) < 0):
             raise WireFormatError(f"lengths {column[:8].tolist()}... do not fit {len(self.array)} bytes")
-        return column
+        return column, int(total)
 
     def numels(self, shapes: Ints) -> Ints:
         """Elements of each shape of int64 ``[ndim, n]``: int64 ``[n]``."""
@@ -210,5 +222,5 @@ class Reader:
         """Check that every integer was used and that nothing but padding is left."""
         if len(self._ints):
             raise WireFormatError(f"{len(self._ints)} integers of the segment belong to no field")
-        if self.array[self._at :].any():
+        if MOST(self.array[self._at :], initial=0):
             raise WireFormatError(f"bytes from {self._at} to the end of the segment belong to no field")

@@ -119,8 +119,8 @@ class TensorNode:
     def decode(self, n: int, reader: Reader) -> list[Any]:
         # Autograd does not relate parts of an unsafe split: samples can be changed in place one by one.
         if self.ndim == 1:
-            sizes = reader.lengths(n)
-            flat = self._read(int(sizes.sum()), reader)
+            sizes, total = reader.lengths(n)
+            flat = self._read(total, reader)
             return list(torch.unsafe_split_with_sizes(flat, sizes.tolist()))
         if not self.ndim:
             flat = self._read(n, reader)  # before anything is allocated for n samples

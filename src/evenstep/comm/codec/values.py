@@ -70,8 +70,8 @@ class BlobNode:
         writer.raw(total, fill)
 
     def decode(self, n: int, reader: Reader) -> list[Any]:
-        lengths = reader.lengths(n)
-        memory = reader.array[reader.raw(int(lengths.sum()))].data
+        lengths, total = reader.lengths(n)
+        memory = reader.array[reader.raw(total)].data
         read = self.from_bytes
         try:
             return [read(memory[a:b]) for a, b in pairwise([0, *np.cumsum(lengths).tolist()])]
