@@ -22,6 +22,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_module_of_the_working_directory(folder: Path) -> None:
     (folder / "named_here.py").write_text("class Box:\n    inner = 3\n")
     assert named("named_here:Box.inner") == 3
+    assert named("named_here.Box") is named("named_here:Box")
 
 
 def test_a_module_on_the_path() -> None:
@@ -42,6 +43,7 @@ def test_a_file_elsewhere(absolute: bool, folder: Path) -> None:
     ("words", "error", "message"),
     [
         ("json", ValueError, "'json' names nothing; expected MODULE:NAME, for example my_project.data:train_set, or FILE.py:NAME"),
+        ("data.py", ValueError, "'data.py' names nothing; expected MODULE:NAME, for example my_project.data:train_set, or FILE.py:NAME"),
         (
             "nosuch.data:train",
             ModuleNotFoundError,

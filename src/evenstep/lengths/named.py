@@ -12,7 +12,9 @@ __all__ = ["named"]
 
 
 def named(words: str) -> Any:
-    """The object that ``MODULE:NAME`` or ``FILE.py:NAME`` names; modules in the working directory are found too.
+    """The object that ``MODULE:NAME`` (or ``MODULE.NAME``) or ``FILE.py:NAME`` names.
+
+    Modules in the working directory are found too.
 
     Raises:
         ValueError: ``words`` are of another form.
@@ -20,7 +22,7 @@ def named(words: str) -> Any:
         ImportError: There is no such module, or one that it imports is missing.
         AttributeError: The module has no such name.
     """
-    module, colon, name = words.rpartition(":")
+    module, colon, name = words.rpartition(":" if ":" in words or words.endswith(".py") else ".")
     if not colon or not module or not name:
         raise ValueError(
             f"{words!r} names nothing; expected MODULE:NAME, for example my_project.data:train_set, or FILE.py:NAME"
