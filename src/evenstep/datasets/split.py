@@ -51,12 +51,12 @@ class SplitDocuments:
     """
 
     def __init__(self, dataset: Any, max_tokens: int, lengths: Any = None) -> None:
-        if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1:
+        if isinstance(max_tokens, bool) or not isinstance(max_tokens, (int, np.integer)) or max_tokens < 1:
             raise ValueError(
                 f"max_tokens={max_tokens!r}: pieces of no tokens never end; give an int of at least 1, such as seq_len"
             )
         self.dataset: Any = dataset
-        self.max_tokens: int = max_tokens
+        self.max_tokens: int = int(max_tokens)
         self._whole = _lengths_of(dataset, lengths)
         pieces = np.maximum(1, -(-self._whole // max_tokens))
         self.documents: npt.NDArray[np.int64] = np.repeat(np.arange(len(self._whole)), pieces)

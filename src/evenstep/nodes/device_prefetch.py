@@ -9,6 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from torchdata.nodes import BaseNode
 
 from evenstep.device import (
@@ -119,13 +120,13 @@ class DevicePrefetch(Stage[Any, Any]):
         cpu_fields: Collection[str] = (),
     ) -> None:
         super().__init__(source)
-        if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0:
+        if isinstance(depth, bool) or not isinstance(depth, (int, np.integer)) or depth < 0:
             raise ValueError(
                 f"depth is {depth!r}: the number of batches staged ahead is an integer >= 0; 0 stages none, "
                 "1 hides the copy behind one step"
             )
         self.last_host_batch: Any = None
-        self._depth = depth
+        self._depth = int(depth)
         self._cpu_fields = frozenset(cpu_fields)
         self._streams: Streams | None = streams_of(device) if is_accelerator(device) else None
         self._copy_stream: Stream | None = None

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import numpy as np
 from torchdata.nodes import BaseNode
 
 from evenstep.cursor import find_cursor
@@ -37,7 +38,9 @@ class HostPrefetch(Stage[T, T]):
 
     def __init__(self, source: BaseNode[T], depth: int | None = None) -> None:
         super().__init__(source)
-        if depth is not None and (isinstance(depth, bool) or not isinstance(depth, int) or depth < 1):
+        if depth is not None and (
+            isinstance(depth, bool) or not isinstance(depth, (int, np.integer)) or depth < 1
+        ):
             raise ValueError(f"depth={depth!r}, expected a number of items >= 1, or None for the next window")
         self.depth = depth
         self._producer = self._make_producer(source, _room(depth))

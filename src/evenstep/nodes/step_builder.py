@@ -91,7 +91,7 @@ class StepBuilder(BaseNode[list[list[Any]]]):
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torchdata leaves it without annotations
         for name, value in (("rows", rows), ("look_ahead", look_ahead)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
                 raise ValueError(f"{name}={value!r}, expected an integer >= 1")
         config = LoaderConfig(
             seq_len=seq_len,
@@ -100,8 +100,8 @@ class StepBuilder(BaseNode[list[list[Any]]]):
             max_segments=max_segments,
             on_sample_error=on_sample_error,  # type: ignore[arg-type]  # checked there
         )
-        self.rows = rows
-        self.seq_len = seq_len
+        self.rows = int(rows)
+        self.seq_len = config.seq_len
         self.external = source
         self.skipped: int = 0
         self._skips = config.on_sample_error == "skip"

@@ -171,8 +171,9 @@ def round_up(count: Count, name: str, multiple: int) -> Count:
     Raises:
         ValueError: ``multiple`` is no positive int.
     """
-    if isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1:
+    if isinstance(multiple, bool) or not isinstance(multiple, (int, np.integer)) or multiple < 1:
         raise ValueError(f"{name} is {multiple!r}; it must be an int of at least 1, and 1 means no padding")
+    multiple = int(multiple)
     return -(-count // multiple) * multiple
 
 
