@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from evenstep.comm.communicator import Abandoned, Communicator
+from evenstep.comm.gloo_threads import destroy_process_group
 from evenstep.comm.process_group import ProcessGroupCommunicator
 from evenstep.comm.simulated import SimulatedGroup
 from evenstep.testing import run_ranks
@@ -137,6 +138,27 @@ def test_every_wait_ends_and_stays_ended() -> None:
         == f"{Abandoned.__name__}: this rank gave up waiting for ranks (0, 1) in the left group: it shuts down"
     )
     assert seconds < 3
+
+
+def after_the_end(rank: int) -> str:
+    communicator = group("data")
+    communicator.all_gather(torch.zeros(8, dtype=torch.uint8))
+    dist.barrier()
+    destroy_process_group()
+    outcomes = {
+        failure(lambda: communicator.all_gather(torch.zeros(8, dtype=torch.uint8)))[0] for _ in range(2)
+    }
+    (text,) = outcomes
+    return text
+
+
+@pytest.mark.gloo
+def test_a_group_that_was_destroyed_is_named_as_broken() -> None:
+    message = (
+        "RemoteRankError: the connection to a rank of (0, 1) in the data group broke: a process died, left or destroyed its "
+        "process group. Look for the first error of another rank. (the process groups have been destroyed)"
+    )
+    assert run_ranks(after_the_end, 2) == [message] * 2
 
 
 class LastMoment:

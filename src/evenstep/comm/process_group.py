@@ -10,7 +10,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -79,7 +78,7 @@ class ProcessGroupCommunicator:
         source = row.to(self.device)
         self.sent_bytes["all_gather"] += row.numel() * (len(self.ranks) - 1)
         out = torch.empty(len(self.ranks) * row.numel(), dtype=torch.uint8, device=self.device)
-        self._run("all_gather", partial(starting.all_gather, self._group, out, source), [out, source])
+        self._run("all_gather", starting.all_gather(self._group, out, source), [out, source])
         rows = out.cpu().view(len(self.ranks), row.numel())
         return rows if self._in_order else rows[self._inner]
 
@@ -87,7 +86,7 @@ class ProcessGroupCommunicator:
         """See `Communicator.broadcast`; a buffer that already lies on the group's device is used in place."""
         staged = buffer.to(self.device)
         self.sent_bytes["broadcast"] += buffer.numel() * (len(self.ranks) - 1) * (source == self.position)
-        start = partial(starting.broadcast, self._group, staged, self._inner[source])
+        start = starting.broadcast(self._group, staged, self._inner[source])
         # A batch on its way to the training stream: the stream waits, not the host.
         self._run("broadcast", start, [staged], by_stream=staged is buffer and self.device.type != "cpu")
         if staged is not buffer and source != self.position:
@@ -109,7 +108,7 @@ class ProcessGroupCommunicator:
                 self.sent_bytes["broadcast"] += (
                     buffer.numel() * (len(self.ranks) - 1) * (source == self.position)
                 )
-                start = partial(starting.broadcast, self._group, buffer, self._inner[source])
+                start = starting.broadcast(self._group, buffer, self._inner[source])
                 self._start("broadcast", start, [buffer])
             while self._in_flight:
                 self._finish_first(may_leave=True)
@@ -133,7 +132,7 @@ class ProcessGroupCommunicator:
             incoming = torch.empty(receive.numel(), dtype=torch.uint8, device=self.device)
         self._run(
             "all_to_all",
-            partial(starting.all_to_all, self._group, incoming, outgoing, receive_splits, send_splits),
+            starting.all_to_all(self._group, incoming, outgoing, receive_splits, send_splits),
             [incoming, outgoing],
         )
         if incoming is not receive:
@@ -162,6 +161,8 @@ class ProcessGroupCommunicator:
             raise copy.copy(self._failure)
         if self._leaving.is_set():
             raise self._give_up(buffers, self._left())
+        if not dist.is_initialized():
+            raise self._give_up(buffers, self._lost(RuntimeError("the process groups have been destroyed")))
         self.calls[name] += 1
         try:
             self._in_flight.append((self.launcher(name, start), buffers))

@@ -1,11 +1,13 @@
-"""Starts a collective by its group's own method, at a third of what the functions of torch.distributed take for it.
+"""How a collective is started: by its group's own method, with everything that it needs at hand.
 
-They check what a communicator knows anyway. In a thread that comes from other work, such as a training thread, that is
-as much again as the start itself.
+The functions of torch.distributed check what a communicator knows anyway. In a thread that comes from other work, as a
+training thread does, that takes longer than the start itself.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,16 +21,16 @@ _ALL_GATHER = "all_gather_single" if hasattr(dist.ProcessGroup, "all_gather_sing
 _ALL_TO_ALL = "all_to_all_single" if hasattr(dist.ProcessGroup, "all_to_all_single") else "alltoall_base"
 
 
-def all_gather(group: dist.ProcessGroup, out: torch.Tensor, source: torch.Tensor) -> Any:
-    """Start to gather ``source`` (``[n]``) into ``out`` (``[size * n]``); returns the work."""
-    return getattr(group, _ALL_GATHER)(out, source, _options("AllgatherOptions"))
+def all_gather(group: dist.ProcessGroup, out: torch.Tensor, source: torch.Tensor) -> Callable[[], Any]:
+    """Starts to gather ``source`` (``[n]``) into ``out`` (``[size * n]``); returns the work."""
+    return partial(getattr(group, _ALL_GATHER), out, source, _options("AllgatherOptions"))
 
 
-def broadcast(group: dist.ProcessGroup, buffer: torch.Tensor, root: int) -> Any:
-    """Start to fill ``buffer`` with that of position ``root`` of torch's; returns the work."""
+def broadcast(group: dist.ProcessGroup, buffer: torch.Tensor, root: int) -> Callable[[], Any]:
+    """Starts to fill ``buffer`` with that of torch's position ``root``; returns the work."""
     options = _options("BroadcastOptions")
     options.rootRank = root
-    return group.broadcast([buffer], options)
+    return partial(group.broadcast, [buffer], options)
 
 
 def all_to_all(
@@ -37,15 +39,13 @@ def all_to_all(
     send: torch.Tensor,
     receive_splits: list[int],
     send_splits: list[int],
-) -> Any:
-    """Start to exchange the parts of ``send``; returns the work."""
-    start = getattr(group, _ALL_TO_ALL)
-    return start(receive, send, receive_splits, send_splits, _options("AllToAllOptions"))
+) -> Callable[[], Any]:
+    """Starts to exchange the parts of ``send``; returns the work."""
+    method = getattr(group, _ALL_TO_ALL)
+    return partial(method, receive, send, receive_splits, send_splits, _options("AllToAllOptions"))
 
 
 def _options(name: str) -> Any:
-    if not dist.is_initialized():
-        raise RuntimeError("the process groups have been destroyed")
     options = getattr(distributed_c10d, name)()
     options.asyncOp = True
     return options

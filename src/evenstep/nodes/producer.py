@@ -68,6 +68,8 @@ class Producer:
 
     def start(self) -> None:
         """Produce, from now on; the thread is started by the first call."""
+        if self._running and not self._stop:
+            return  # and wake nobody
         with self._changed:
             if self._stop:
                 raise RuntimeError("this prefetcher has been closed and gives no more items")
@@ -90,7 +92,8 @@ class Producer:
             first = self._queue[0]
             if first.error is None:
                 self._queue.popleft()
-                self._changed.notify_all()
+                if self._has_room(self._queue):
+                    self._changed.notify_all()
             elif isinstance(first.error, StopIteration):
                 # The traceback of one that is raised holds the frames of its loop, and with them the node whose
                 # thread, waiting for the next epoch, holds this one.
