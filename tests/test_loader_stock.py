@@ -220,11 +220,14 @@ def test_asking_for_the_state_starts_nothing() -> None:
     theirs = tn.Loader(tn.Prefetcher(graph(dataset=Noting()), 2))
     threads = set(threading.enumerate())  # some of the loader before may still be ending
     theirs.state_dict()
-    assert set(threading.enumerate()) - threads
+    started = set(threading.enumerate()) - threads
+    assert started
     while len(read) == before:  # it reads by now: the test ends here or at the timeout
         pass
     del theirs
     gc.collect()
+    for thread in started:
+        thread.join()  # it may be inside a read, which would be noted below
 
     read.clear()
     threads = set(threading.enumerate())
