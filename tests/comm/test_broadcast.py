@@ -6,7 +6,7 @@ import json
 import re
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from evenstep.comm.batch_spec import BatchSpec, TensorSpec
 from evenstep.comm.broadcast import BatchBroadcast, Message
+from evenstep.comm.communicator import SoloCommunicator
 from evenstep.comm.simulated import SimulatedGroup
 from evenstep.errors import ConfigMismatch, RemoteRankError, WireFormatError
 from evenstep.samples import BatchInfo
@@ -131,6 +132,27 @@ def test_sizes_that_go_up_and_down_cost_few_bytes(conversation: Any, lengths: li
     # More than 512 KiB for nothing come only with a message smaller than the three before.
     falls = sum(lengths[i] < min(lengths[max(0, i - 3) : i]) for i in range(1, len(lengths)))
     assert sum(sizes) <= said + (len(lengths) << 19) + falls * max(8 * max(lengths), 1 << 19)
+
+
+def test_what_is_under_way_when_a_broadcast_is_given_up_is_written_no_more() -> None:
+    class Interrupted(SoloCommunicator):
+        under_way: torch.Tensor | None = None
+
+        def broadcast_all(self, buffers: Iterable[torch.Tensor | None], source: int) -> None:
+            super().broadcast_all((), source)
+            for buffer in buffers:
+                if self.under_way is None:
+                    self.under_way = buffer
+                    raise KeyboardInterrupt
+
+    communicator = Interrupted()
+    wire = BatchBroadcast(communicator)
+    with pytest.raises(KeyboardInterrupt):
+        wire.send(wire.prepare({"x": torch.arange(9)}, {}))
+    assert communicator.under_way is not None
+    before = communicator.under_way.clone()
+    wire.send(wire.prepare({"x": -torch.arange(9)}, {"step": 1}))
+    assert torch.equal(communicator.under_way, before)
 
 
 def test_sizes_are_told_where_they_changed(conversation: Any) -> None:

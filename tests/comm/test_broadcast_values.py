@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenstep.comm.batch_structure import Leaves, collect, describe
+from evenstep.comm.batch_form import collect
+from evenstep.comm.batch_structure import Leaves, describe
 from evenstep.testing import assert_same
 
 

@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from evenstep.comm.batch_layout import Layout, Shapes
 from evenstep.comm.batch_spec import BatchSpec
 from evenstep.comm.batch_structure import (
+    DATACLASS,
+    DICT,
+    DTYPES,
+    LIST,
+    NAMED,
+    ORDERED,
+    SCALAR,
+    SCALAR_TYPES,
+    SCALARS,
+    TENSOR,
+    TUPLE,
     Leaves,
     TensorKind,
-    collect,
     describe,
     digest_of,
     dump,
     parse,
     tensor_kinds,
 )
+from evenstep.comm.codec.classes import is_reachable, record_fields
 from evenstep.errors import ConfigMismatch, WireFormatError
 
-__all__ = ["Form", "FormReader", "FormWriter"]
+__all__ = ["Form", "FormReader", "FormWriter", "collect"]
 
 
 @dataclass(slots=True)
@@ -162,3 +176,39 @@ def _form(structure: bytes, node: list[Any], shapes: Shapes, last: Form | None) 
     ):
         raise WireFormatError(f"sizes {shapes} do not fit the structure of the batch")
     return Form(structure, node, kinds, shapes, digest_of(structure + dump([shapes])), Layout(kinds, shapes))
+
+
+def collect(node: list[Any], value: Any, leaves: Leaves) -> bool:
+    """Whether ``describe`` would return ``node``, in a third of its time; only then is ``leaves`` complete.
+
+    May be False where it would.
+    """
+    code = node[0]
+    kind: type = type(value)
+    if code == TENSOR:
+        _, dtype, ndim, device = node
+        if kind is not torch.Tensor or value.dtype is not DTYPES[dtype] or value.layout is not torch.strided:
+            return False
+        leaves.tensors.append(value.detach() if value.requires_grad else value)
+        return bool(value.dim() == ndim and value.device.type == device)
+    if code == SCALAR:
+        leaves.scalars.append(value)
+        return kind in SCALAR_TYPES
+    if code == SCALARS:
+        leaves.scalars.append(value)
+        return kind is (list if node[1] else tuple) and all(type(item) in SCALAR_TYPES for item in value)
+    if code in (DICT, ORDERED):
+        if kind is not (dict if code == DICT else OrderedDict) or any(type(key) is not str for key in value):
+            return False
+        names, items = node[1], value.values()
+        same = names == list(value)
+    elif code in (NAMED, DATACLASS):
+        _, module, qualname, names, _ = node
+        same = kind.__module__ == module and kind.__qualname__ == qualname and is_reachable(kind)
+        same = same and record_fields(kind) == tuple(names)
+        items = [getattr(value, name) for name in names] if same else ()
+    elif code in (LIST, TUPLE):
+        same, items = kind is (list if code == LIST else tuple) and len(node[1]) == len(value), value
+    else:
+        return False
+    return same and all(collect(child, item, leaves) for child, item in zip(node[-1], items, strict=True))

@@ -16,12 +16,12 @@ from evenstep.comm.buffers import BufferPool
 from evenstep.comm.communicator import Communicator
 from evenstep.errors import RemoteRankError, WireFormatError
 
-__all__ = ["BATCH", "CONSTRUCTOR", "END", "ERROR", "PIECE", "Heard", "MessageChannel"]
+__all__ = ["BATCH", "CONSTRUCTOR", "END", "ERROR", "Heard", "MessageChannel"]
 
 BATCH, END, ERROR = 1, 2, 3
 
 CONSTRUCTOR = 0  # its position in the group
-PIECE = 1 << 20  # bytes that are on their way first, while the rest is packed
+_FIRST = 1 << 20  # bytes that are on their way first, while the rest is packed
 _HEADER = struct.Struct(
     "<4sB3xIIIQQ"
 )  # magic, kind, stream, bytes of JSON, of opaque data, number, bytes of the tail
@@ -79,6 +79,10 @@ class MessageChannel:
     def restart(self) -> None:
         """The next message is the first of another stream (an epoch, a loaded state)."""
         self._stream = (self._stream + 1) & 0xFFFFFFFF
+
+    def give_up(self) -> None:
+        """A broadcast of the last message may be under way for ever: its memory is written no more."""
+        self._out = torch.empty(0, dtype=torch.uint8)
 
     def compose(
         self,
@@ -166,9 +170,7 @@ class MessageChannel:
 
     def _measure(self, kind: int, body: int, tail: int) -> tuple[int, int]:
         """Where the tail of a message begins, and where it ends; takes note for the next, alike on both sides."""
-        if (
-            not body <= self._tail_at <= body + _SMALLEST
-        ):  # else where it was: numbers of more digits do not move it
+        if not body <= self._tail_at <= body + _SMALLEST:  # else numbers of more digits do not move it
             self._tail_at = -(-body // _ALIGNMENT) * _ALIGNMENT
         tail_at = self._tail_at
         whole = tail_at + tail if tail else body
@@ -183,7 +185,7 @@ class MessageChannel:
 
 def _pieces(nbytes: int) -> list[int]:
     """Where the broadcasts of the first ``nbytes`` bytes of a message end."""
-    return [PIECE, nbytes] if nbytes >= 2 * PIECE else [nbytes]
+    return [nbytes] if nbytes < 2 * _FIRST else [_FIRST, nbytes]
 
 
 def _round_up(nbytes: int) -> int:

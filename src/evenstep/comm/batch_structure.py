@@ -22,9 +22,9 @@ from evenstep.comm.codec.leaves import TENSOR_DTYPES
 from evenstep.errors import WireFormatError
 
 __all__ = [
+    "DTYPES",
     "Leaves",
     "TensorKind",
-    "collect",
     "describe",
     "digest_of",
     "dtype_name",
@@ -39,7 +39,7 @@ TENSOR, SCALAR, SCALARS, OTHER = "T", "S", "A", "X"
 DICT, ORDERED, LIST, TUPLE, NAMED, DATACLASS = "d", "o", "l", "t", "n", "c"
 SCALAR_TYPES = frozenset({type(None), bool, int, float, str})
 
-_DTYPES = {str(dtype)[6:]: dtype for dtype in TENSOR_DTYPES}
+DTYPES = {str(dtype)[6:]: dtype for dtype in TENSOR_DTYPES}
 _MAX_NDIM = 64
 
 
@@ -145,42 +145,6 @@ def _describe_tensor(value: torch.Tensor, leaves: Leaves, path: str) -> list[Any
     return [TENSOR, dtype_name(value.dtype), value.dim(), value.device.type]
 
 
-def collect(node: list[Any], value: Any, leaves: Leaves) -> bool:
-    """Whether ``describe`` would return ``node``, in a third of its time; only then is ``leaves`` complete.
-
-    May be False where it would.
-    """
-    code = node[0]
-    kind: type = type(value)
-    if code == TENSOR:
-        _, dtype, ndim, device = node
-        if kind is not torch.Tensor or value.dtype is not _DTYPES[dtype] or value.layout is not torch.strided:
-            return False
-        leaves.tensors.append(value.detach() if value.requires_grad else value)
-        return bool(value.dim() == ndim and value.device.type == device)
-    if code == SCALAR:
-        leaves.scalars.append(value)
-        return kind in SCALAR_TYPES
-    if code == SCALARS:
-        leaves.scalars.append(value)
-        return kind is (list if node[1] else tuple) and all(type(item) in SCALAR_TYPES for item in value)
-    if code in (DICT, ORDERED):
-        if kind is not (dict if code == DICT else OrderedDict) or any(type(key) is not str for key in value):
-            return False
-        names, items = node[1], value.values()
-        same = names == list(value)
-    elif code in (NAMED, DATACLASS):
-        _, module, qualname, names, _ = node
-        same = kind.__module__ == module and kind.__qualname__ == qualname and is_reachable(kind)
-        same = same and record_fields(kind) == tuple(names)
-        items = [getattr(value, name) for name in names] if same else ()
-    elif code in (LIST, TUPLE):
-        same, items = kind is (list if code == LIST else tuple) and len(node[1]) == len(value), value
-    else:
-        return False
-    return same and all(collect(child, item, leaves) for child, item in zip(node[-1], items, strict=True))
-
-
 def dump(node: list[Any]) -> bytes:
     """The structure as bytes: equal for equal structures."""
     return json.dumps(node, separators=(",", ":")).encode()
@@ -211,7 +175,7 @@ def _check(node: Any) -> None:
     code = node[0]
     if code == TENSOR:
         _, dtype, ndim, device = node
-        if dtype not in _DTYPES or not 0 <= ndim <= _MAX_NDIM:
+        if dtype not in DTYPES or not 0 <= ndim <= _MAX_NDIM:
             raise WireFormatError(f"a tensor of dtype {dtype!r} and {ndim!r} dimensions is unknown here")
         torch.device(device)
     elif code in (NAMED, DATACLASS):
@@ -235,7 +199,7 @@ def tensor_kinds(node: list[Any]) -> list[TensorKind]:
     """The tensors of a structure, in the order of its leaves."""
     if node[0] == TENSOR:
         _, dtype, ndim, device_type = node
-        return [TensorKind(_DTYPES[dtype], ndim, device_type)]
+        return [TensorKind(DTYPES[dtype], ndim, device_type)]
     if node[0] in (SCALAR, SCALARS, OTHER):
         return []
     return [kind for child in node[-1] for kind in tensor_kinds(child)]

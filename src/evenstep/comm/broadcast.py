@@ -145,8 +145,12 @@ class BatchBroadcast:
         self._post(self._channel.compose(ERROR, _to_json(told)))
 
     def _post(self, buffers: Iterator[torch.Tensor | None]) -> None:
-        with self._aside():
-            self._communicator.broadcast_all(buffers, CONSTRUCTOR)
+        try:
+            with self._aside():
+                self._communicator.broadcast_all(buffers, CONSTRUCTOR)
+        except BaseException:
+            self._channel.give_up()
+            raise
 
     def receive(self) -> Message:
         """Wait for the constructor's next message.
