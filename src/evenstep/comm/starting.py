@@ -47,5 +47,6 @@ def all_to_all(
 
 def _options(name: str) -> Any:
     options = getattr(distributed_c10d, name)()
-    options.asyncOp = True
+    if hasattr(options, "asyncOp"):  # of an all-to-all torch 2.6 has none
+        options.asyncOp = True
     return options
