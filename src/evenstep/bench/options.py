@@ -57,7 +57,7 @@ def exchange(parser: argparse.ArgumentParser) -> None:
         "--sample-kib", type=int, nargs="+", default=[128, 16, 2], metavar="N", help="sizes of a sample"
     )
     parser.add_argument("--metadata", type=int, default=2000, metavar="N", help="samples a rank in a gather")
-    parser.add_argument("--repeats", type=int, default=21, metavar="N", help="turns of each contender")
+    parser.add_argument("--repeats", type=int, default=15, metavar="N", help="turns of each contender")
     parser.add_argument(
         "--huge-gib", type=float, metavar="N",
         help="instead: one exchange of N GiB a rank (needs twice that in memory, a rank), every sample checked",

@@ -14,6 +14,8 @@ from evenstep.comm.communicator import Communicator
 
 __all__ = ["Turns"]
 
+_CLOCK = 1e-7  # seconds that can be told from none
+
 
 @dataclass(frozen=True, slots=True)
 class Turns:
@@ -52,7 +54,8 @@ class Turns:
         mine = torch.tensor(times, dtype=torch.float64)
         everybody = communicator.all_gather(mine.view(torch.uint8).flatten()).view(torch.float64)
         slowest = everybody.view(-1, *mine.shape).amax(0).numpy()
-        return cls(tuple(contenders)[1:], np.maximum(slowest[:, 1:] - slowest[:, :1], 0))
+        meeting = np.median(slowest[:, 0])
+        return cls(tuple(contenders)[1:], np.maximum(slowest[:, 1:] - meeting, _CLOCK))
 
     def seconds(self) -> dict[str, float]:
         """The median of each contender."""
