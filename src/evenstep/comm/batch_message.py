@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import struct
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -38,14 +36,14 @@ class Heard:
 
     Attributes:
         kind: BATCH, END or ERROR.
-        told: Its document.
+        document: Its JSON.
         extra: Its opaque bytes.
         tail: uint8 ``[n]``, a view that stays valid for as long as it is kept.
         guessed: Whether the tail lies where ``meanwhile`` was told.
     """
 
     kind: int
-    told: dict[str, Any]
+    document: bytes
     extra: bytes
     tail: torch.Tensor
     guessed: bool = False
@@ -164,9 +162,7 @@ class MessageChannel:
             yield from [None] * len(pieces)
         data = message[_HEADER.size : body].numpy().tobytes()
         guessed = whole <= first and tail_at == guess
-        return Heard(
-            kind, json.loads(data[:length]), data[length:], message[tail_at : tail_at + tail], guessed
-        )
+        return Heard(kind, data[:length], data[length:], message[tail_at : tail_at + tail], guessed)
 
     def _measure(self, kind: int, body: int, tail: int) -> tuple[int, int]:
         """Where the tail of a message begins, and where it ends; takes note for the next, alike on both sides."""

@@ -166,7 +166,13 @@ def parse(structure: bytes) -> list[Any]:
         _check(node)
     except WireFormatError:
         raise
-    except (ValueError, TypeError, IndexError, KeyError, RecursionError) as error:
+    except (
+        ValueError,
+        TypeError,
+        IndexError,
+        KeyError,
+        RuntimeError,
+    ) as error:  # of torch.device, or too deep
         raise WireFormatError(f"the structure of a batch cannot be read: {error!r}") from None
     return node  # type: ignore[no-any-return]  # checked above
 

@@ -193,13 +193,13 @@ class BatchBroadcast:
             read.append(found)
         except (ConfigMismatch, WireFormatError) as error:  # raised once what is on its way has arrived
             read.append(error)
-        except (IndexError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
             refused = WireFormatError(f"a message of rank {self._sender} cannot be read: {error!r}")
             refused.__cause__ = error
             read.append(refused)
 
     def _read(self, heard: Heard) -> _Read:
-        told = heard.told
+        told: dict[str, Any] = dict(json.loads(heard.document))
         if heard.kind == ERROR:
             return _Read(Message(error=_told_error(told)))
         beside = "state" not in told
