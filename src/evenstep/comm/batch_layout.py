@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -41,6 +41,14 @@ class Pack:
             if nbytes % _ALIGNMENT:
                 parts.append(padding[nbytes % _ALIGNMENT :])
         torch.cat(parts, out=out)
+
+    def filling(self, tensors: Sequence[torch.Tensor], out: torch.Tensor) -> Iterator[int]:
+        """Write the tensors of the host into ``out``, one after the other; yields up to where."""
+        target = out.numpy()
+        for leaf, offset, nbytes in self.leaves:
+            target[offset : offset + nbytes] = bytes_of(tensors[leaf]).numpy()
+            yield offset + nbytes
+        yield self.nbytes
 
     def views(
         self, kinds: Sequence[TensorKind], shapes: Shapes, buffer: torch.Tensor

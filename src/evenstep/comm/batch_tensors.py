@@ -33,19 +33,6 @@ class TensorBroadcast:
         self._communicator = communicator
         self._device = communicator.device
         self._pool = pool
-        self._form: Form | None = None
-        self._place = 0
-        self._views: dict[int, torch.Tensor] = {}  # of a batch of that form, at that place
-
-    def fill_message(self, form: Form, tensors: Sequence[torch.Tensor], out: torch.Tensor) -> Iterator[int]:
-        """Write the first pack of the host into ``out``, tensor by tensor; yields up to where."""
-        pack = form.layout.host.packs[0]
-        if self._form is not form or self._place != out.data_ptr():
-            self._form, self._place, self._views = form, out.data_ptr(), self.in_message(form, out)
-        for leaf, offset, nbytes in pack.leaves:
-            self._views[leaf].copy_(tensors[leaf])
-            yield offset + nbytes
-        yield pack.nbytes
 
     def host_buffers(self, form: Form, tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
         """What is to be broadcast of the host's ``tensors`` behind the first pack; packed when asked for."""

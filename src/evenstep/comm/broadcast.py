@@ -121,11 +121,11 @@ class BatchBroadcast:
     def send(self, prepared: Prepared) -> None:
         """Broadcast a batch."""
         form, tensors = prepared.form, prepared.tensors
-        packs = form.layout.host.packs[:1]
-        fill = partial(self._tensors.fill_message, form, tensors)
-        message = self._channel.compose(
-            BATCH, prepared.document, prepared.extra, sum(pack.nbytes for pack in packs), fill
-        )
+        tail: tuple[int, Callable[[torch.Tensor], Iterator[int]] | None] = (0, None)
+        if form.layout.host.packs:
+            first = form.layout.host.packs[0]
+            tail = (first.nbytes, partial(first.filling, tensors))
+        message = self._channel.compose(BATCH, prepared.document, prepared.extra, *tail)
         self._post(chain(message, self._tensors.host_buffers(form, tensors)))
         self._writer.last = form
         self._tensors.send_from_device(form, tensors)
