@@ -183,10 +183,8 @@ def find_cursor(state: Mapping[str, Any]) -> Mapping[str, Any]:
     return found[0]
 
 
-def _is_cursor(value: object) -> bool:
+def _is_cursor(value: Mapping[str, Any]) -> bool:
     """Whether ``value`` is meant to be a cursor; `Cursor.from_dict` says what is wrong with it."""
-    if not isinstance(value, Mapping):
-        return False
     return "consumed_samples" in value or _HYPER_PARALLEL in value or value.keys() >= _OTHERS
 
 
