@@ -15,6 +15,7 @@ from evenstep.comm.communicator import Communicator
 __all__ = ["Turns"]
 
 _CLOCK = 1e-7  # seconds that can be told from none
+_MEETINGS = 5  # measured in each turn, as they are short and vary
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,24 +39,17 @@ class Turns:
         share a core also wait for each other. Several runs in a row are what a loader does, and each contender finds its
         own memory in the caches, not only those that share buffers with the one before them.
         """
-        contenders = {"nothing": lambda: None} | contenders
         times: list[list[float]] = []
         for turn in range(repeats + 1):
-            row: list[float] = []
-            for contender in contenders.values():
-                meet(communicator)
-                begin = perf_counter()
-                for _ in range(in_a_row):
-                    contender()
-                meet(communicator)
-                row.append((perf_counter() - begin) / in_a_row)
+            row = [_timed(communicator, lambda: None, 1) for _ in range(_MEETINGS)]
+            row += [_timed(communicator, contender, in_a_row) for contender in contenders.values()]
             if turn:  # the first one touches fresh memory
                 times.append(row)
         mine = torch.tensor(times, dtype=torch.float64)
         everybody = communicator.all_gather(mine.view(torch.uint8).flatten()).view(torch.float64)
         slowest = everybody.view(-1, *mine.shape).amax(0).numpy()
-        meeting = np.median(slowest[:, 0])
-        return cls(tuple(contenders)[1:], np.maximum(slowest[:, 1:] - meeting, _CLOCK))
+        meeting = np.median(slowest[:, :_MEETINGS])
+        return cls(tuple(contenders), np.maximum(slowest[:, _MEETINGS:] - meeting, _CLOCK) / in_a_row)
 
     def seconds(self) -> dict[str, float]:
         """The median of each contender."""
@@ -67,6 +61,14 @@ class Turns:
         return float(np.median(np.sum([column[name] for name in parts], axis=0) / column[to]))
 
 
-def meet(communicator: Communicator) -> None:
-    """Wait for all ranks."""
+def _timed(communicator: Communicator, contender: Callable[[], object], in_a_row: int) -> float:
+    _meet(communicator)
+    begin = perf_counter()
+    for _ in range(in_a_row):
+        contender()
+    _meet(communicator)
+    return perf_counter() - begin
+
+
+def _meet(communicator: Communicator) -> None:
     communicator.all_gather(torch.zeros(1, dtype=torch.uint8))
