@@ -152,7 +152,7 @@ SCALARS = [
     np.complex64(1 - 2j),
     np.bool_(True),
     np.datetime64("2024-02-29"),
-    np.datetime64("NaT"),
+    np.datetime64("NaT", "s"),
     np.timedelta64(5, "ms"),
     np.str_("a\ud800é"),
     np.bytes_(b"a\0b"),
