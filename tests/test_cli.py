@@ -56,6 +56,17 @@ for words in {helps()}:
         assert any(line.split()[:1] == [command] for line in lines)
 
 
+def test_the_package_runs_as_the_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "evenstep", "--version"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=_environment(),
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"evenstep {evenstep.__version__}\n", "")
+
+
 def test_each_command_has_its_own_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["demo", "--help"]) == 0
     assert "--quick" in capsys.readouterr().out

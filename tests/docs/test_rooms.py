@@ -31,7 +31,7 @@ def test_every_room_is_on_the_map_once() -> None:
 
 
 def test_the_map_fits_one_screen() -> None:
-    assert len((SOURCES / "README.md").read_text().splitlines()) <= 43
+    assert len((SOURCES / "README.md").read_text().splitlines()) <= 45
 
 
 def test_the_files_that_the_map_speaks_of_exist() -> None:
