@@ -82,15 +82,15 @@ def as_text(r: dict[str, Any]) -> str:
         as_line(r["machine"]),
         "",
         f"{r['ranks']} ranks; milliseconds",
-        "  sample  sent by each     raw   memcpy     both  evenstep   pickled   of both  of raw + memcpy  of raw  "
-        "x pickle  memory/byte",
+        "  sample  sent by each     raw   memcpy     both    torch  evenstep   pickled   of raw + memcpy  of both  of torch  "
+        "of raw  x pickle  memory/byte",
     ]
     for e in r["exchanges"]:
         ms = {name: 1e3 * seconds for name, seconds in e["seconds"].items()}
         lines.append(
             f"{e['sample_bytes'] // 1024:4d} KiB {e['moved_bytes'] / 2**20:9.1f} MiB {ms['raw']:7.2f} {ms['memcpy']:8.2f} {ms['memcpy_and_raw']:8.2f} "
-            f"{ms['evenstep']:9.2f} {ms['pickled']:9.2f}   {e['of_memcpy_and_raw']:7.2f} {e['of_sum']:16.2f} {e['of_raw']:7.2f} "
-            f"{e['times_faster_than_pickle']:9.1f} {e['memory_per_byte']:12.2f}"
+            f"{ms['torch']:8.2f} {ms['evenstep']:9.2f} {ms['pickled']:9.2f}   {e['of_sum']:15.2f} {e['of_memcpy_and_raw']:8.2f} "
+            f"{e['of_torch']:9.2f} {e['of_raw']:7.2f} {e['times_faster_than_pickle']:9.1f} {e['memory_per_byte']:12.2f}"
         )
     g = r["gather"]
     ms = {name: 1e3 * seconds for name, seconds in g["seconds"].items()}
