@@ -6,6 +6,7 @@ Names are imported when they are first asked for, so that what needs no torch, s
 from __future__ import annotations
 
 from importlib import import_module
+from threading import RLock
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -87,17 +88,20 @@ _ROOMS = (
     "build",
 )
 
+_IMPORTS = RLock()  # threads that import torch and one of its modules at once may meet half of it
+
 if not TYPE_CHECKING:  # a checker would take any name for one of ours
 
     def __getattr__(name: str) -> Any:
-        if name in _ROOMS:
-            return import_module(f"evenstep.{name}")
-        if name in __all__:
-            for room in _ROOMS:
-                module = import_module(f"evenstep.{room}")
-                if name in module.__all__:
-                    value = globals()[name] = getattr(module, name)
-                    return value
+        with _IMPORTS:
+            if name in _ROOMS:
+                return import_module(f"evenstep.{name}")
+            if name in __all__:
+                for room in _ROOMS:
+                    module = import_module(f"evenstep.{room}")
+                    if name in module.__all__:
+                        value = globals()[name] = getattr(module, name)
+                        return value
         raise AttributeError(f"module 'evenstep' has no attribute {name!r}")
 
     def __dir__() -> list[str]:
