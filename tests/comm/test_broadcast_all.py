@@ -139,3 +139,32 @@ def test_a_source_that_fails_and_a_rank_that_gives_up_leave_nobody_waiting() -> 
     assert source == ["ZeroDivisionError: no third buffer", interrupted]
     heard = "RemoteRankError: rank 0 left the loader before the end of"
     assert peer == [heard, heard, "Abandoned: this rank gave up waiting for ranks (0, "]
+
+
+def breaks_off(rank: int) -> list[str]:
+    """One rank is interrupted between two buffers of one message, when none is on its way."""
+    communicator, told = group(5.0), []
+
+    def made() -> Iterator[torch.Tensor | None]:
+        yield torch.zeros(4, dtype=torch.uint8)
+        yield None
+        if rank == 1:
+            raise KeyboardInterrupt
+        yield torch.zeros(1 << 20, dtype=torch.uint8)
+
+    for _ in range(2):
+        try:
+            communicator.broadcast_all(made(), 0)
+        except (Abandoned, KeyboardInterrupt, RemoteRankError) as error:
+            told.append(f"{type(error).__name__}: {str(error)[:40]}")
+        if rank == 1:
+            communicator.say_goodbye()
+    dist.barrier()
+    return told
+
+
+@pytest.mark.gloo
+def test_the_rest_of_a_message_broken_off_is_not_taken_for_the_next() -> None:
+    sender, receiver = run_ranks(breaks_off, 2)
+    assert receiver == ["KeyboardInterrupt: ", "Abandoned: this rank was interrupted inside a colle"]
+    assert set(sender) == {"RemoteRankError: rank 1 left the loader before the end of"}

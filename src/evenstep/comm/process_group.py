@@ -99,6 +99,7 @@ class ProcessGroupCommunicator:
                 if buffer is not None:
                     self.broadcast(buffer, source)
             return
+        before = self.calls["broadcast"]
         try:
             for buffer in buffers:
                 if self._in_flight and (buffer is None or len(self._in_flight) == _IN_FLIGHT):
@@ -112,8 +113,8 @@ class ProcessGroupCommunicator:
                 self._start("broadcast", start, [buffer])
             while self._in_flight:
                 self._finish_first(may_leave=True)
-        except BaseException:  # of what makes the buffers: those before it are posted
-            if self._in_flight:
+        except BaseException:  # of what makes the buffers: the others wait for those that do not come
+            if self._failure is None and self.calls["broadcast"] > before:
                 self._give_up([], self._interrupted())
             raise
 
