@@ -114,6 +114,14 @@ def test_a_document_that_changed_is_noticed() -> None:
             pieces[1]
 
 
+@pytest.mark.parametrize("kind", [np.int8, np.uint8, np.int64, np.uint64])
+def test_the_size_of_pieces_may_be_any_integer_of_numpy(kind: Any) -> None:
+    pieces = SplitDocuments(Corpus([300, 5]), kind(120))
+    assert pieces.lengths.tolist() == [120, 120, 60, 5]
+    assert pieces.starts.tolist() == [0, 120, 240, 0]
+    assert pieces.lengths.dtype == pieces.starts.dtype == np.int64
+
+
 @pytest.mark.parametrize("most", [0, -1, True, 2.0])
 def test_pieces_hold_tokens(most: Any) -> None:
     message = (

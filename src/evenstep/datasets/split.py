@@ -58,14 +58,14 @@ class SplitDocuments:
         self.dataset: Any = dataset
         self.max_tokens: int = int(max_tokens)
         self._whole = _lengths_of(dataset, lengths)
-        pieces = np.maximum(1, -(-self._whole // max_tokens))
+        pieces = np.maximum(1, -(-self._whole // self.max_tokens))
         self.documents: npt.NDArray[np.int64] = np.repeat(np.arange(len(self._whole)), pieces)
         first = np.cumsum(pieces) - pieces
         self.starts: npt.NDArray[np.int64] = (
             np.arange(len(self.documents)) - first[self.documents]
-        ) * max_tokens
+        ) * self.max_tokens
         self.lengths: npt.NDArray[np.int64] = np.minimum(
-            self._whole[self.documents] - self.starts, max_tokens
+            self._whole[self.documents] - self.starts, self.max_tokens
         )
         self.split: int = int((pieces > 1).sum())
         if hasattr(dataset, "set_epoch"):  # workers of a dataset without it are kept over epochs
