@@ -30,7 +30,8 @@ folder, steps, checkpoint = Path(sys.argv[1]), int(sys.argv[2]), Path("checkpoin
 dist.init_process_group("gloo")
 ranks = dist.get_world_size()
 mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp",))
-texts = SplitDocuments(TextFolder(folder), 512)  # bytes are the tokens; a long file is several samples
+files = TextFolder(folder, pattern="*.txt")  # their bytes are the tokens
+texts = SplitDocuments(files, 512)  # a long one is several samples
 config = LoaderConfig(seq_len=512, accumulation_steps="auto")
 torch.manual_seed(0)
 model = Model()
@@ -40,6 +41,8 @@ with build_loader(texts, mesh, config, sampler=StepSampler(len(texts), global_ba
     if checkpoint.exists():  # of any number of ranks
         for name, state in torch.load(checkpoint).items():
             parts[name].load_state_dict(state)
+    if dist.get_rank() == 0:
+        print(f"{len(texts)} samples of {len(files)} files, from step {loader.step}")
     while loader.step < steps:
         for batch in loader:  # an epoch, or the rest of one
             info = batch["info"]

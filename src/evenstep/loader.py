@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Generic, TypeVar
@@ -21,6 +22,8 @@ from evenstep.nodes.stock import bare, changes_count, wrapped_like
 
 __all__ = ["Loader"]
 
+log: logging.Logger = logging.getLogger("evenstep")
+
 T = TypeVar("T")
 
 
@@ -29,7 +32,8 @@ class Loader(tn.Loader[T], Generic[T]):
 
     It is its own iterator. `iter` on an unfinished epoch continues it; after the end it begins the next one. A
     state taken at an epoch's end restores to that end: the first loop over it is empty, the second is the next epoch.
-    After `close` it has ended for good: ``next`` raises StopIteration and a loop over it is empty.
+    After `close` it has ended for good: ``next`` raises StopIteration and a loop over it is empty, which is logged;
+    another loop raises RuntimeError, so that nobody trains on nothing for ever.
 
     Args:
         root: The last node of the graph.
@@ -58,6 +62,7 @@ class Loader(tn.Loader[T], Generic[T]):
         self._handed_out = False  # a batch since the last reset
         self._finished = False
         self._closed = False
+        self._looped_closed = False
         self._error: Exception | None = None
 
     def __iter__(self) -> Iterator[T]:
@@ -65,8 +70,17 @@ class Loader(tn.Loader[T], Generic[T]):
 
         It has been, too, if all its batches were handed out and nobody asked for more: loops that count batches
         (``len(loader)``) never meet the end.
+
+        Raises:
+            RuntimeError: It is closed, and has been asked before.
         """
-        if (self._finished or self._has_handed_out_all()) and not self._closed:
+        if self._closed:
+            if self._looped_closed:
+                raise RuntimeError("this loader has been closed; build another one to train on")
+            self._looped_closed = True
+            log.warning("evenstep: a loop over a closed loader has no batches; build another one to train on")
+            return self
+        if self._finished or self._has_handed_out_all():
             self._resets.append(None)
             self._finished = False
         loaded = None if self._error is not None else self._loaded

@@ -40,6 +40,18 @@ def test_files_are_sorted_and_hidden_ones_left_out(folder: Path) -> None:
     assert len(TextFolder(str(folder), pattern="*.md")) == 1
 
 
+def test_files_of_other_names_are_counted_and_named(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    texts = TextFolder(folder)
+    assert texts.left_out == 1
+    assert [record.getMessage() for record in caplog.records] == [
+        f"evenstep: {str(folder)!r} has 3 files '*.txt', which are read, and 1 of other names, which are not (the first is d.md); "
+        "TextFolder(..., pattern='*') reads all"
+    ]
+    caplog.clear()
+    assert TextFolder(folder, pattern="*").left_out == 0
+    assert not caplog.records
+
+
 def test_a_tokenizer_gets_the_text(folder: Path) -> None:
     texts = TextFolder(folder, lambda text: [ord(c) for c in text])
     assert texts[0]["input_ids"].tolist() == [ord(c) for c in "ein\r\nß"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,20 +16,23 @@ from evenstep.shown import shown
 
 __all__ = ["TextFolder"]
 
+log: logging.Logger = logging.getLogger("evenstep")
+
 
 class TextFolder:
-    """The files below a folder, sorted by path; without a tokenizer their bytes are the tokens (0 to 255).
+    """The ``.txt`` files below a folder, sorted by path; without a tokenizer their bytes are the tokens (0 to 255).
 
-    Hidden files and folders are left out; empty files are documents without tokens, which a loader drops and counts.
+    Files of other names are left out, counted and logged; hidden files and folders do not count. Empty files are documents without tokens, which a loader drops and counts.
 
     Args:
         folder: Where they are.
         encode: ``text -> token ids``, for example ``lambda text: tokenizer.encode(text).ids``; files are UTF-8. Lengths are
             known ahead only without it.
-        pattern: Which files, in all folders below.
+        pattern: Which files, in all folders below; ``"*"`` for all.
 
     Attributes:
         files: Their paths.
+        left_out: How many files have other names.
 
     Raises:
         ValueError: ``folder`` is none, or no file matches.
@@ -44,13 +48,22 @@ class TextFolder:
         root = Path(folder)
         if not root.is_dir():
             raise ValueError(f"{str(root)!r} is no folder: there is nothing to read; name one that exists")
-        found = (
-            path for path in root.rglob(pattern) if path.is_file() and not _hidden(path.relative_to(root))
-        )
-        self.files: list[Path] = sorted(found, key=lambda path: path.relative_to(root).as_posix())
+        self.files: list[Path] = _files(root, pattern)
         if not self.files:
             raise ValueError(
                 f"{str(root)!r} holds no file {pattern!r}: there is nothing to read; name another folder or pattern"
+            )
+        others = sorted(set(_files(root, "*")) - set(self.files))
+        self.left_out: int = len(others)
+        if others:
+            log.warning(
+                "evenstep: %r has %d files %r, which are read, and %d of other names, which are not (the first is %s); "
+                "TextFolder(..., pattern='*') reads all",
+                str(root),
+                len(self.files),
+                pattern,
+                len(others),
+                others[0].relative_to(root),
             )
         self._encode = encode
 
@@ -104,6 +117,11 @@ class TextFolder:
         with self.files[index].open("rb") as file:
             file.seek(begin)
             return _sample(np.frombuffer(file.read(end - begin), dtype=np.uint8))
+
+
+def _files(root: Path, pattern: str) -> list[Path]:
+    found = (path for path in root.rglob(pattern) if path.is_file() and not _hidden(path.relative_to(root)))
+    return sorted(found, key=lambda path: path.relative_to(root).as_posix())
 
 
 def _hidden(path: Path) -> bool:
