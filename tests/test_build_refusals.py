@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -125,7 +126,8 @@ def test_a_layout_that_no_step_fits_is_refused_on_every_rank(
         (
             {"metadata": [1.5] * 200},
             TypeError,
-            "metadata column 'tokens' has shape (200,) and dtype float64, expected one integer per sample",
+            "metadata column 'tokens' has shape (200,) and dtype float64, expected one integer per sample: pass "
+            ".astype(np.int64)",
         ),
         ({"start": {"epoch": 1}}, TypeError, "start is {'epoch': 1}, expected an evenstep.Cursor"),
         (
@@ -228,6 +230,55 @@ def test_samplers_that_differ_between_ranks_are_told_by_the_field(
         )
         derived = " Other fields that differ: sampler.rows_per_step (ranks [1])."
         assert str(outcome) in (message, message + derived)
+
+
+class Texts:
+    """A dataset by index, as most are."""
+
+    def __len__(self) -> int:
+        return 1200
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": torch.arange(index % 7)}
+
+    def __repr__(self) -> str:
+        return "Texts()"
+
+
+class Told(Texts):
+    """One that can be iterated, too, as those of datasets are."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.__getitem__, range(len(self)))
+
+
+@pytest.mark.parametrize(
+    ("dataset", "told"),
+    [
+        (Texts(), "Texts() (Texts), 1,200"),
+        (Told(), "Texts() (Told), 1,200"),
+        ([{"a": 1}] * 2, "[{'a': 1}, {'a': 1}] (list), 2"),
+        (("one text", "another"), "('one text', 'another') (tuple), 2"),
+        (torch.ones(2), "tensor([1., 1.]) (Tensor), 2"),
+    ],
+    ids=["by index", "iterable", "list", "texts", "tensor"],
+)
+def test_a_forgotten_sampler_is_named_on_every_rank(dataset: Any, told: str) -> None:
+    message = (
+        f"no sampler was given, and dataset is {told} samples by index, which make no steps by themselves: pass "
+        "sampler=StepSampler(len(dataset), global_batch_size=...). Without a sampler a dataset is an iterable of local "
+        "steps [[sample, ...], ...], as evenstep.nodes.StepBuilder makes them of a stream of samples."
+    )
+
+    def build(plane: DataPlane) -> None:
+        steps = [[[{"input_ids": torch.ones(2)}]]]
+        build_loader(steps if plane.topology.rank else dataset, plane, LoaderConfig(seq_len=64))
+
+    here, there = SimulatedWorld(2).outcomes(build)
+    assert isinstance(here, TypeError)
+    assert str(here) == message
+    assert isinstance(there, RemoteRankError)
+    assert (there.rank, there.error_type, there.error_message) == (0, "TypeError", message)
 
 
 def build_without_mesh(rank: int) -> None:

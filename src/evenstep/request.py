@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torchdata.nodes import BaseNode
 
 from evenstep.comm.batch_spec import BatchSpec
 from evenstep.comm.codec import Codec
@@ -17,6 +18,7 @@ from evenstep.cost.model import check_model
 from evenstep.cursor import Cursor
 from evenstep.nodes.balance import Balance
 from evenstep.nodes.known import KnownMetadata, known_metadata
+from evenstep.nodes.local_streams import is_local_step
 from evenstep.packing import Shard
 from evenstep.sampling import LocalStepSource, Sampler, StepSampler
 from evenstep.shown import shown
@@ -84,6 +86,8 @@ class Request:
         """
         self._check_types()
         self._check_combinations(topology)
+        if self.sampler is None:
+            _check_makes_steps(self.dataset)
         check_device(self.device)
         if isinstance(self.sampler, Sampler) and hasattr(self.dataset, "__len__"):
             self._check_size(self.sampler, len(self.dataset))
@@ -197,6 +201,26 @@ def _adapter_for(sampler: object) -> str:
     return (
         ". A torch sampler over the whole dataset goes through evenstep.sampling.TorchSamplerAdapter, one that gives this "
         "rank its micro-batches of indices through evenstep.sampling.RankLocalBatchSampler"
+    )
+
+
+def _check_makes_steps(dataset: Any) -> None:
+    """Refuse samples by index where steps were to be, as they are where somebody forgot the sampler."""
+    if isinstance(dataset, (BaseNode, type)) or hasattr(dataset, "state_dict"):
+        return
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        return
+    if hasattr(dataset, "__iter__"):
+        try:
+            if is_local_step(dataset[0]):
+                return
+        except Exception:  # empty, or not by position: what it makes is seen when it is iterated
+            return
+    raise TypeError(
+        f"no sampler was given, and dataset is {shown(dataset)} ({type(dataset).__name__}), {len(dataset):,} samples by "
+        "index, which make no steps by themselves: pass sampler=StepSampler(len(dataset), global_batch_size=...). "
+        "Without a sampler a dataset is an iterable of local steps [[sample, ...], ...], as evenstep.nodes.StepBuilder "
+        "makes them of a stream of samples."
     )
 
 

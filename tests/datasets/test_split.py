@@ -136,7 +136,10 @@ def test_pieces_hold_tokens(most: Any) -> None:
     [
         ([1, 2], "2 lengths for 1 documents: they are of another dataset; scan it again"),
         ([-2], "document 0 has -2 tokens, expected at least 0"),
-        ([1.0], "lengths are float64 [1], expected one integer per document, [n]"),
+        (
+            [1.0],
+            "lengths are float64 [1], expected one integer per document, [n]; pass lengths.astype(np.int64)",
+        ),
         ([[1]], "lengths are int64 [1, 1], expected one integer per document, [n]"),
     ],
 )

@@ -99,7 +99,7 @@ def test_a_corrupt_sample_of_a_stream_is_skipped_or_named() -> None:
             "empty row would train on padding alone. If that is meant, put evenstep.nodes.PaddingRow() there.",
         ),
         (
-            [{"input_ids": [1]}],
+            {0: {"input_ids": [1]}}.values(),  # a stream: samples in a list are refused before
             "the external source gave a dict, expected a local step: a list of rows, each a list of samples.",
         ),
     ],

@@ -75,7 +75,15 @@ def test_columns_take_documents_and_losses_along() -> None:
             [[1, 2]],
             "metadata column 'tokens' has shape (1, 2) and dtype int64, expected one integer per sample",
         ),
-        ([1.5], "metadata column 'tokens' has shape (1,) and dtype float64, expected one integer per sample"),
+        (
+            [1.5],
+            "metadata column 'tokens' has shape (1,) and dtype float64, expected one integer per sample: pass "
+            ".astype(np.int64)",
+        ),
+        (
+            {"tokens": [1], "patches": ["a"]},
+            "metadata column 'patches' has shape (1,) and dtype <U1, expected one number per sample",
+        ),
         ({"length": [1]}, "metadata has the columns ['length'], expected one named 'tokens'"),
         (
             {"tokens": [1], "documents": [1]},
@@ -92,6 +100,17 @@ def test_columns_take_documents_and_losses_along() -> None:
 def test_odd_metadata_is_refused(metadata: Any, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=f"^{re.escape(message)}$"):
         known_metadata(metadata, 1)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for path, where in (("nix.npy", f" in {Path.cwd()}"), (tmp_path / "nix.npy", "")):
+        message = (
+            f"metadata is {str(path)!r}, and there is no such file{where}: pass the path of an .npy file of lengths on "
+            f"every rank; `evenstep lengths MODULE:NAME -o {path}` writes one"
+        )
+        with pytest.raises(FileNotFoundError, match=f"^{re.escape(message)}$"):
+            known_metadata(path, 1)
 
 
 def test_a_budget_needs_its_column() -> None:

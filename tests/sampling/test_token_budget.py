@@ -258,7 +258,8 @@ def test_identity_follows_the_lengths() -> None:
         (
             {"lengths": [4.0, 2.0]},
             TypeError,
-            "lengths is float64 [2]: expected a one-dimensional array of integers, the tokens of each sample",
+            "lengths is float64 [2]: expected a one-dimensional array of integers, the tokens of each sample; pass "
+            "lengths.astype(np.int64)",
         ),
         ({"fill": 0}, ValueError, "fill is 0: expected a fraction of the step's tokens in (0, 1], or None"),
         (

@@ -129,6 +129,7 @@ def _lengths_of(dataset: Any, lengths: Any) -> npt.NDArray[np.int64]:
     if column.ndim != 1 or (len(column) and column.dtype.kind not in "iu"):
         raise ValueError(
             f"lengths are {column.dtype} {list(column.shape)}, expected one integer per document, [n]"
+            + "; pass lengths.astype(np.int64)" * (column.ndim == 1)
         )
     if len(column) != len(dataset):
         raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -120,6 +121,7 @@ def known_metadata(metadata: Any, dataset_size: int, budgets: Collection[str] = 
 
     Raises:
         TypeError: It is none of these, or a column has the wrong dtype or shape.
+        FileNotFoundError: There is no such file.
         ValueError: It describes another number of samples, columns differ in length, or a budget's is missing.
     """
     known = _read(metadata)
@@ -170,7 +172,14 @@ def open_table(
 
 def _read(metadata: Any) -> KnownMetadata:
     if isinstance(metadata, (str, os.PathLike)):
-        return _Arrays({"tokens": _column("tokens", np.load(metadata, mmap_mode="r", allow_pickle=False))})
+        path = Path(metadata)
+        if not path.exists():
+            where = "" if path.is_absolute() else f" in {Path.cwd()}"
+            raise FileNotFoundError(
+                f"metadata is {str(path)!r}, and there is no such file{where}: pass the path of an .npy file of lengths on "
+                f"every rank; `evenstep lengths MODULE:NAME -o {path}` writes one"
+            )
+        return _Arrays({"tokens": _column("tokens", np.load(path, mmap_mode="r", allow_pickle=False))})
     if isinstance(metadata, Mapping):
         return _Arrays(_columns(metadata))
     if isinstance(metadata, MetadataTable):
@@ -200,8 +209,9 @@ def _column(name: str, column: Any) -> npt.NDArray[Any]:
     array: npt.NDArray[Any] = column if isinstance(column, np.ndarray) else np.asarray(column)
     kinds = "iu" if name in _COLUMNS else "iufb"
     if array.ndim != 1 or array.dtype.kind not in kinds:
+        remedy = ": pass .astype(np.int64)" * (array.ndim == 1 and name in _COLUMNS)
         raise TypeError(
             f"metadata column {name!r} has shape {array.shape} and dtype {array.dtype}, expected one "
-            f"{'integer' if name in _COLUMNS else 'number'} per sample"
+            f"{'integer' if name in _COLUMNS else 'number'} per sample{remedy}"
         )
     return array

@@ -16,7 +16,7 @@ from evenstep.nodes.stage import call
 from evenstep.nodes.streams import open_stream, pass_epoch_on
 from evenstep.sampling import LocalStepSource
 
-__all__ = ["LocalRows", "LocalStream", "PaddingRow", "local_stream"]
+__all__ = ["LocalRows", "LocalStream", "PaddingRow", "is_local_step", "local_stream"]
 
 
 class PaddingRow(list[Any]):
@@ -66,6 +66,11 @@ def local_stream(source: Any, fetcher: Fetcher | None, micro_batch_size: int) ->
     return _Steps(source)
 
 
+def is_local_step(value: Any) -> bool:
+    """Whether ``value`` can be one rank's rows of a step: a list of them, or another sequence that is no text."""
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes, Mapping))
+
+
 class _Steps:
     """A stream whose items are steps."""
 
@@ -85,7 +90,7 @@ class _Steps:
 
     def next(self, cursor: Cursor) -> LocalRows:  # noqa: ARG002 - it has a position of its own
         step = self._stream.next()
-        if isinstance(step, (str, bytes, Mapping)) or not isinstance(step, Sequence):
+        if not is_local_step(step):
             raise TypeError(
                 f"the external source gave a {type(step).__name__}, expected a local step: a list of rows, each a list "
                 "of samples. evenstep.nodes.StepBuilder makes steps of a stream of samples."

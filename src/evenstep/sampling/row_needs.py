@@ -84,7 +84,7 @@ def _checked_lengths(lengths: npt.ArrayLike) -> npt.NDArray[np.integer[Any]]:
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise TypeError(
             f"lengths is {array.dtype} {list(array.shape)}: expected a one-dimensional array of integers, the "
-            "tokens of each sample"
+            f"tokens of each sample{'; pass lengths.astype(np.int64)' * (array.ndim == 1)}"
         )
     if array.min() < 0:
         at = int(array.argmin())
