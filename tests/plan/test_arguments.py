@@ -98,11 +98,12 @@ def test_a_bad_argument_is_named(
 
 def test_too_many_tokens_name_the_constraint(make_plan: Callable[..., Plan]) -> None:
     message = (
-        "5 samples need 450 of seq_len and the 4 rows of this window hold 400: no packing exists. Plan fewer samples, "
-        "or more micro-batches or rows"
+        "5 samples need 4,500 tokens and the 4 rows of this window hold 4,000: no packing exists. Plan fewer samples "
+        "(global_batch_size), or more micro-batches (accumulation_steps; 'auto' takes as many as are needed) or rows "
+        "(micro_batch_size), or longer rows (seq_len)"
     )
     with pytest.raises(Infeasible, match=f"^{re.escape(message)}$"):
-        make_plan([90] * 5)
+        make_plan([900] * 5, constraints=PackingConstraints(1000))
 
 
 def test_no_packing_names_the_sample_and_the_constraint(make_plan: Callable[..., Plan]) -> None:
@@ -117,8 +118,12 @@ def test_no_packing_names_the_sample_and_the_constraint(make_plan: Callable[...,
 
 def test_what_does_not_fit_a_budget_is_told_in_its_own_unit(make_plan: Callable[..., Plan]) -> None:
     limits = PackingConstraints(100, budgets={"share": 1.0})
-    message = "5 samples need 5 of share and the 4 rows of this window hold 4: no packing exists."
-    with pytest.raises(Infeasible, match=f"^{re.escape(message)}"):
+    message = (
+        "5 samples need 5 of share and the 4 rows of this window hold 4: no packing exists. Plan fewer samples "
+        "(global_batch_size), or more micro-batches (accumulation_steps; 'auto' takes as many as are needed) or rows "
+        "(micro_batch_size), or raise the limit of share"
+    )
+    with pytest.raises(Infeasible, match=f"^{re.escape(message)}$"):
         make_plan([1] * 5, constraints=limits, features={"share": [1.0] * 5})
     message = "they fill share to 75.0%, and sample 0 alone takes 0.6 of 1 ("
     with pytest.raises(Infeasible, match=re.escape(message)):

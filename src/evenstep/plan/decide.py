@@ -149,16 +149,19 @@ def _nothing_fits(window: Window, problem: Problem, failures: Mapping[str, str])
     used, rows = window.weights.sum(axis=1), problem.num_rows
     tightest = int(np.argmax(used / np.maximum(window.limits * rows, 1)))
     name, limit = window.names[tightest], int(window.limits[tightest])
+    in_tokens = name == "seq_len"
     failed = "; ".join(f"{algorithm}: {why}" for algorithm, why in sorted(failures.items()))
 
     def told(units: int) -> str:
         budget = (window.constraints.budgets or {}).get(name)
-        return str(units) if budget is None else f"{units * (budget / max(limit, 1)):.11g}"
+        return f"{units:,}" if budget is None else f"{units * (budget / max(limit, 1)):.11g}"
 
     if int(used[tightest]) > limit * rows:
         return Infeasible(
-            f"{window.size} samples need {told(int(used[tightest]))} of {name} and the {rows} rows of this window hold "
-            f"{told(limit * rows)}: no packing exists. Plan fewer samples, or more micro-batches or rows"
+            f"{window.size} samples need {told(int(used[tightest]))} {'tokens' if in_tokens else f'of {name}'} and the "
+            f"{rows} rows of this window hold {told(limit * rows)}: no packing exists. Plan fewer samples "
+            "(global_batch_size), or more micro-batches (accumulation_steps; 'auto' takes as many as are needed) or rows "
+            f"(micro_batch_size), or {'longer rows (seq_len)' if in_tokens else f'raise the limit of {name}'}"
         )
     largest = int(window.weights[tightest].argmax())
     return Infeasible(
