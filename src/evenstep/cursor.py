@@ -126,8 +126,12 @@ class Cursor:
             known = self.order or saved  # a foreign cursor leaves what it does not know empty
             if not known or saved == current or allow_changed_dataset:
                 continue
+            # The digest of a sampler means nothing to a reader.
+            cause = ", so another kind of sampler made it, or one of other lengths, order or weights" * (
+                name == "stream"
+            )
             raise StateMismatch(
-                f"the state was saved with {name}={saved!r}, this loader has {name}={current!r}: resuming would "
+                f"the state was saved with {name}={saved!r}, this loader has {name}={current!r}{cause}: resuming would "
                 "skip, repeat or reshuffle samples. Load it with the dataset and sampler it was saved with, or "
                 "pass allow_changed_dataset=True to continue at the same position of the other stream."
             )
