@@ -35,6 +35,16 @@ class Rooted(Dataset):
 def letters(sample):
     return len(sample["name"])
 
+class Damaged(Dataset):
+    def __getitem__(self, index):
+        if index % 900 == 7:
+            raise OSError("no such\\n block")
+        return super().__getitem__(index)
+
+class Scratched(Dataset):
+    def __getitem__(self, index):
+        return {} if index == 19 else super().__getitem__(index)
+
 dataset = Dataset()
 """
 
@@ -108,6 +118,30 @@ def test_unreadable_samples_may_count_as_empty(tmp_path: Path) -> None:
     result = scan_lengths(Dataset(2500), tmp_path / "lengths.npy", unreadable="empty")
     assert result[2500] == 0
     assert np.array_equal(np.delete(result, 2500), np.delete(EXPECTED, 2500))
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        (
+            "Damaged",
+            "6 unreadable, written as empty: sample 7 (OSError: no such block), sample 907 (OSError: no such block), "
+            "sample 1807 (OSError: no such block), sample 2707 (OSError: no such block), sample 3607 (OSError: no such "
+            "block), 1 more",
+        ),
+        ("Scratched", "1 unreadable, written as empty: sample 19 (KeyError: 'name')"),
+    ],
+)
+def test_the_command_names_what_it_could_not_read(
+    name: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = f"scanned_{name.lower()}_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{module}.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", ["", *sys.path])
+    words = ["lengths", f"{module}:{name}", "-o", "out.npy", "--metadata-fn", f"{module}:letters"]
+    assert main([*words, "--unreadable", "empty"]) == 0
+    assert capsys.readouterr().err == f"evenstep lengths: {told}\n"
 
 
 def test_an_unfinished_scan_of_another_dataset_is_refused(tmp_path: Path) -> None:

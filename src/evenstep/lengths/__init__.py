@@ -33,6 +33,7 @@ __all__ = ["add_arguments", "run", "scan_lengths"]
 _UNREAD = -1
 _CHUNK = 1024  # samples between two marks that a restart can go on from
 _ANY_LENGTH = 1 << 60
+_MOST_TOLD = 5  # unreadable samples, by name
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,6 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run ``evenstep lengths``: 0, or 1 with a message on stderr."""
     begin = time.perf_counter()
+    unread: list[tuple[int, Exception]] = []
     try:
         dataset: Any = named(args.dataset)
         if isinstance(dataset, type) or (not hasattr(dataset, "__getitem__") and callable(dataset)):
@@ -86,6 +88,7 @@ def run(args: argparse.Namespace) -> int:
             worker=args.worker,
             unreadable=args.unreadable,
             progress=lambda done, total: terminal_progress("samples", total, done),
+            on_unreadable=lambda index, error: unread.append((index, error)),
         )
     except (ImportError, AttributeError, OSError, TypeError, ValueError, SampleError) as error:
         print(f"evenstep lengths: {error}", file=sys.stderr)
@@ -93,6 +96,8 @@ def run(args: argparse.Namespace) -> int:
     seconds = time.perf_counter() - begin
     total, longest = int(lengths.sum()), int(lengths.max(initial=0))
     mean = total / max(1, len(lengths))
+    if unread:
+        print(f"evenstep lengths: {_told(unread)}", file=sys.stderr)
     print(
         f"{args.output}: {len(lengths)} samples, {total} tokens, mean {mean:.1f}, longest {longest}, "
         f"{int((lengths == 0).sum())} empty; {seconds:.1f} s"
@@ -109,6 +114,7 @@ def scan_lengths(
     worker: str = "process",
     unreadable: str = "error",
     progress: Callable[[int, int], Any] | None = None,
+    on_unreadable: Callable[[int, Exception], object] | None = None,
 ) -> npt.NDArray[np.int64]:
     """Write the tokens of every sample to ``output``, an ``.npy`` file of int64 ``[len(dataset)]``.
 
@@ -122,6 +128,7 @@ def scan_lengths(
         worker: ``"process"`` or ``"thread"``.
         unreadable: A sample that cannot be read is an ``"error"``, or counts as ``"empty"``.
         progress: ``(done, total) -> context manager of advance(samples)``.
+        on_unreadable: Called with the index and the error of each sample that now counts as empty.
 
     Returns:
         What was written.
@@ -161,6 +168,8 @@ def scan_lengths(
                                 "same command goes on from there",
                                 index,
                             ) from error
+                        if on_unreadable is not None:
+                            on_unreadable(index, value.error)
                         value = 0
                     lengths[index] = value
                 advance(len(chunk))
@@ -171,6 +180,16 @@ def scan_lengths(
     del lengths
     part.replace(final)
     return result
+
+
+def _told(unread: list[tuple[int, Exception]]) -> str:
+    """The first of the samples that could not be read, each with its error on one line."""
+    first = [
+        f"sample {index} ({' '.join(f'{type(error).__name__}: {error}'.split())})"
+        for index, error in unread[:_MOST_TOLD]
+    ]
+    more = [f"{len(unread) - len(first)} more"] * (len(unread) > len(first))
+    return f"{len(unread)} unreadable, written as empty: {', '.join([*first, *more])}"
 
 
 def _chunks(
