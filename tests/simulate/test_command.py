@@ -161,6 +161,23 @@ def test_skipped_ranks_are_in_the_text(simulation: Simulation) -> None:
     assert as_text(simulation).endswith(simulation.skipped[0])
 
 
+def test_what_happens_to_longer_documents_is_said(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    np.save(file, np.append(np.full(64, 2000), [5000]))
+    for treatment, told in (("truncate", "cut to it"), ("split", "split into pieces"), ("drop", "left out")):
+        assert command(file, *QUICK, "--oversized", treatment) == 0
+        line = f"1 documents are longer than a row: {told} (--oversized {treatment})"
+        assert line in capsys.readouterr().out.splitlines()
+
+
+def test_where_nothing_is_gained_it_is_said(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    np.save(file, np.full(64, 2048))
+    assert command(file, *QUICK) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        "4 ranks: no gain (1.00x) with 'lpt' over windows of 1 micro-batch, compared with the shuffled rows (1.00x than the "
+        "sampler's rows): ranks do useful work 100.0% of the time instead of 100.0%."
+    )
+
+
 BAD: list[tuple[list[str], str]] = [
     (["--out", "report.pdf"], "--out report.pdf ends with '.pdf': a report is written as .html or .png"),
     (["--cost", "7"], "--cost 7 is not A,B: two numbers, such as 24576,1"),

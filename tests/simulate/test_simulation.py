@@ -293,12 +293,28 @@ def test_bad_settings_are_named(given_fields: dict[str, Any], error: type[Except
 
 
 def test_too_few_documents() -> None:
+    rows = "Rows hold seq_len=2,048 tokens (default of --seq-len: the power of two that holds 99% of the documents)"
     message = (
         "4 ranks were skipped: a step has 8 rows with room for 16,384 tokens, and 3 documents with 30 tokens do not "
-        "fill it. Simulate fewer ranks (--dp-sizes), shorter rows (--seq-len) or a longer file"
+        f"fill it. {rows}. Simulate fewer ranks (--dp-sizes), shorter rows (--seq-len) or a longer file"
+    )
+    for oversized in ("truncate", "split"):
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            simulate(np.full(3, 10), replace(SMALL, oversized=oversized))
+    message = (
+        "4 ranks were skipped: a step has 8 rows with room for 16,384 tokens, and 4 documents with 2,078 tokens do not "
+        f"fill it. {rows}, and 1 longer document was cut to it (--oversized truncate), which lost 97,952 tokens. Simulate "
+        "fewer ranks (--dp-sizes), shorter rows (--seq-len), pieces of long documents (--oversized split) or a longer file"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        simulate(np.full(3, 10), SMALL)
+        simulate(np.array([10, 10, 10, 100_000]), SMALL)
+    message = (
+        "4 ranks were skipped: a step has 8 rows with room for 16,384 tokens, and 3 documents with 30 tokens do not "
+        f"fill it. {rows}, and 2 longer documents were left out (--oversized drop), which lost 200,000 tokens. Simulate "
+        "fewer ranks (--dp-sizes), shorter rows (--seq-len), pieces of long documents (--oversized split) or a longer file"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        simulate(np.array([10, 10, 10, 100_000, 100_000]), replace(SMALL, oversized="drop"))
 
 
 def test_costs_of_zero() -> None:

@@ -75,7 +75,8 @@ def simulate(
     if not outcomes:
         raise ValueError(
             ". ".join(skipped)
-            + ". Simulate fewer ranks (--dp-sizes), shorter rows (--seq-len) or a longer file"
+            + f". Rows hold seq_len={settings.seq_len:,} tokens (default of --seq-len: the power of two that "
+            f"holds 99% of the documents){_left_out(lengths, fit, settings)}"
         )
     drawable = [picture for picture in pictures if picture.dp_size <= _DRAWABLE] or pictures[:1]
     return Simulation(
@@ -88,6 +89,20 @@ def simulate(
         picture=drawable[-1],
         skipped=tuple(skipped),
     )
+
+
+def _left_out(lengths: npt.NDArray[np.int64], fit: npt.NDArray[np.int64], settings: Settings) -> str:
+    """What became of documents longer than a row, and what would fill a step."""
+    longer, lost = int(np.count_nonzero(lengths > settings.seq_len)), int(lengths.sum() - fit.sum())
+    told, pieces = "", ""
+    if lost:
+        verb = {"truncate": "cut to it", "drop": "left out"}.get(settings.oversized, settings.oversized)
+        told = (
+            f", and {longer:,} longer document{'s were' if longer > 1 else ' was'} {verb} (--oversized "
+            f"{settings.oversized}), which lost {lost:,} tokens"
+        )
+        pieces = ", pieces of long documents (--oversized split)"
+    return f"{told}. Simulate fewer ranks (--dp-sizes), shorter rows (--seq-len){pieces} or a longer file"
 
 
 def _every_layout(

@@ -46,9 +46,11 @@ def headlines(simulation: Simulation) -> list[str]:
         before, *others = simulation.unplanned(dp_size)
         beside = "".join(f" ({best.speedup / o.speedup:.2f}x than the {o.layout})" for o in others)
         micro_batches = f"{best.window} micro-batch{'es' if best.window > 1 else ''}"
+        gained = best.speedup >= 1.005  # else it is shown as 1.00x
+        gain = f"{best.speedup:.2f}x faster steps" if gained else f"no gain ({best.speedup:.2f}x)"
         lines.append(
-            f"{dp_size} ranks: {best.speedup:.2f}x faster steps with {best.layout!r} over windows of {micro_batches} than the "
-            f"{before.layout}{beside}: ranks do useful work {best.efficiency:.1%} of the time instead of {before.efficiency:.1%}."
+            f"{dp_size} ranks: {gain} with {best.layout!r} over windows of {micro_batches}"
+            f"{' than' if gained else ', compared with'} the {before.layout}{beside}: ranks do useful work {best.efficiency:.1%} of the time instead of {before.efficiency:.1%}."
         )
     return [*lines, *simulation.skipped]
 
@@ -68,7 +70,9 @@ def setting_lines(simulation: Simulation) -> list[str]:
     if isinstance(cost, LinearQuadraticCost) and (cost.a, cost.b) == (DEFAULT_COST.a, DEFAULT_COST.b):
         lines.append("  assumed: a dense transformer of width 4096; give yours with --model or --cost")
     if simulation.oversized:
-        lines.append(f"{simulation.oversized:,} documents are longer than a row: {treated}")
+        lines.append(
+            f"{simulation.oversized:,} documents are longer than a row: {treated} (--oversized {settings.oversized})"
+        )
     if simulation.empty:
         lines.append(f"{simulation.empty:,} documents are empty: left out")
     baselines = [simulation.unplanned(size)[0] for size in _sizes(simulation)]
