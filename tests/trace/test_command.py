@@ -45,7 +45,16 @@ def test_files_are_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         (["--ranks", "0"], "--ranks 0: at least 1 is needed"),
         (["--steps", "-1"], "--steps -1: at least 1 is needed"),
         (["--picture", "t.gif"], "--picture t.gif ends with '.gif', expected .png, .svg or .pdf"),
-        (["nosuch.json"], "[Errno 2] No such file or directory: 'nosuch.json'"),
+        (
+            ["nosuch.json"],
+            "there is no file or folder nosuch.json in HERE: name files that evenstep.Timeline wrote, or the folder with "
+            "its rank-*.json",
+        ),
+        (
+            ["/no/such"],
+            "there is no file or folder /no/such: name files that evenstep.Timeline wrote, or the folder with its "
+            "rank-*.json",
+        ),
     ],
 )
 def test_refusals(
@@ -57,7 +66,7 @@ def test_refusals(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert cli.main(["trace", *words]) == 2
-    assert capsys.readouterr().err == f"evenstep trace: {message}\n"
+    assert capsys.readouterr().err == f"evenstep trace: {message.replace('HERE', str(Path.cwd()))}\n"
     assert list(tmp_path.iterdir()) == []
 
 

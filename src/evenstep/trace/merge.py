@@ -16,9 +16,16 @@ def merge(paths: Iterable[str | os.PathLike[str]]) -> dict[str, Any]:
 
     Raises:
         ValueError: There is no span, a file holds no timeline, or two files are of one rank.
-        OSError: A file cannot be read.
+        OSError: A file cannot be read, or is not there.
     """
     given = [Path(path) for path in paths]
+    for path in given:
+        if not path.exists():
+            where = "" if path.is_absolute() else f" in {Path.cwd()}"
+            raise FileNotFoundError(
+                f"there is no file or folder {path}{where}: name files that evenstep.Timeline wrote, or the folder with its "
+                "rank-*.json"
+            )
     files = [
         file for path in given for file in (sorted(path.glob("rank-*.json")) if path.is_dir() else [path])
     ]
