@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torchdata.nodes as tn
 from torchdata.nodes import BaseNode
 
+from evenstep.nodes import HostPrefetch
 from evenstep.testing import assert_node_conforms
 
 
@@ -113,6 +116,58 @@ class HasOneEpoch(Counter):
         return super().next()
 
 
+class CountsItems(Counter):
+    """Its items say how many were handed out in all epochs before this one."""
+
+    before = 0
+
+    def reset(self, initial_state: dict[str, Any] | None = None) -> None:
+        if initial_state is None:
+            self.before = self.after_leaving()
+        super().reset(initial_state)
+
+    def after_leaving(self) -> int:
+        return self.before + self.at
+
+    def load(self, state: dict[str, Any]) -> None:
+        super().load(state)
+        self.before = state["before"]
+
+    def next(self) -> int:
+        super().next()
+        return 100 * self.before + self.at
+
+    def get_state(self) -> dict[str, Any]:
+        return {**super().get_state(), "before": self.before}
+
+
+class CountsWhatItReadAhead(CountsItems):
+    ahead = 0
+
+    def reset(self, initial_state: dict[str, Any] | None = None) -> None:
+        super().reset(initial_state)
+        self.ahead = 0
+
+    def after_leaving(self) -> int:
+        return super().after_leaving() + self.ahead
+
+    def next(self) -> int:
+        item = super().next()
+        self.ahead = int(self.at < self.length)
+        return item
+
+
+class CountsTheEndThatItRestores(CountsItems):
+    restored = False
+
+    def load(self, state: dict[str, Any]) -> None:
+        super().load(state)
+        self.restored = True
+
+    def after_leaving(self) -> int:
+        return super().after_leaving() + (self.restored and self.at == self.length)
+
+
 BREACHES: list[tuple[type[Counter], str]] = [
     (GoesOnAfterItsEnd, "the end is not sticky: after StopIteration came -1"),
     (Endless, "the epoch has more than 20 items; is it endless?"),
@@ -146,6 +201,16 @@ BREACHES: list[tuple[type[Counter], str]] = [
         "the state after item 0 of a node restored after item 0: {'epoch': 0, 'at': 0, 'restored': True}, "
         "{'epoch': 0, 'at': 0, 'restored': False}",
     ),
+    (
+        CountsWhatItReadAhead,
+        "item 0 of a node restored after item 3 and reset is int 301, expected int 401, as of one that was reset after it "
+        "had handed out item 3: reset() without a state begins the epoch after the last item handed out, whatever has "
+        "been read ahead. Make it the same in both, as HostPrefetch does.",
+    ),
+    (
+        CountsTheEndThatItRestores,
+        "item 0 of a node restored at the end of its epoch and reset is int 501, expected int 401",
+    ),
     (HasOneEpoch, "the epoch after the first one is empty"),
 ]
 
@@ -158,6 +223,42 @@ def test_a_right_node_conforms() -> None:
 def test_each_breach_is_told(bug: type[Counter], message: str) -> None:
     with pytest.raises(AssertionError, match=f"^{re.escape(message)}$"):
         assert_node_conforms(bug, max_items=20)
+
+
+class BeginsAnywhere(CountsItems):
+    """Left in the middle, it begins where no node did before: how far a thread has read ahead is chance."""
+
+    length = 9
+    places = itertools.count(1)
+
+    def after_leaving(self) -> int:
+        return next(self.places) if 0 < self.at < self.length else super().after_leaving()
+
+
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # of its thread, joining itself
+@pytest.mark.parametrize(
+    ("name", "stock"),
+    [
+        ("Prefetcher", lambda source: tn.Prefetcher(source, 1)),
+        ("ParallelMapper", lambda source: tn.ParallelMapper(source, int, 1, max_concurrent=1)),
+        ("Prefetcher", lambda source: tn.Mapper(tn.Prefetcher(source, 1), int)),
+    ],
+)
+def test_a_stock_node_that_reads_ahead_is_named(
+    name: str, stock: Callable[[BaseNode[int]], BaseNode[int]]
+) -> None:
+    end = f"torchdata's {name} cannot: it counts what its thread has read. Use HostPrefetch in its place."
+    with pytest.raises(
+        AssertionError, match=f"^item 0 of a node restored after item 6 and reset is .*{re.escape(end)}$"
+    ):
+        assert_node_conforms(lambda: stock(BeginsAnywhere()))
+
+
+@pytest.mark.parametrize("right", [CountsItems, lambda: HostPrefetch(CountsItems(), 2)])
+def test_a_node_that_counts_what_it_handed_out_conforms(right: Callable[[], BaseNode[int]]) -> None:
+    assert_node_conforms(right)
 
 
 class Failing(Counter):

@@ -9,7 +9,7 @@ from torchdata.nodes import BaseNode
 
 from evenstep.nodes.stage import upstream
 
-__all__ = ["bare", "changes_count", "wrapped_like"]
+__all__ = ["bare", "changes_count", "reads_ahead", "wrapped_like"]
 
 # Nodes of torchdata that give one item for each that they take.
 _ONE_FOR_ONE = ("Mapper", "ParallelMapper", "_ParallelMapperIter", "PinMemory", "Prefetcher")
@@ -18,6 +18,15 @@ _ONE_FOR_ONE = ("Mapper", "ParallelMapper", "_ParallelMapperIter", "PinMemory", 
 def changes_count(node: object) -> bool:
     """Whether ``node`` is a stock one that may give another number of items than it takes."""
     return _is_stock(node) and type(node).__name__ not in _ONE_FOR_ONE
+
+
+def reads_ahead(node: object) -> bool:
+    """Whether ``node`` is a stock one whose thread takes items before anybody asks: its source hears only of those."""
+    if not _is_stock(node):
+        return False
+    name = type(node).__name__
+    # A stock Mapper is a ParallelMapper without workers.
+    return name == "Prefetcher" or (name == "ParallelMapper" and getattr(node, "num_workers", 1) > 0)
 
 
 def bare(state: Any) -> Any:
