@@ -24,6 +24,8 @@ __all__ = ["Loader"]
 
 log: logging.Logger = logging.getLogger("evenstep")
 
+_EMPTY_LOOPS = 8  # over a closed loader; more are a program that waits for a step that never comes
+
 T = TypeVar("T")
 
 
@@ -33,7 +35,7 @@ class Loader(tn.Loader[T], Generic[T]):
     It is its own iterator. `iter` on an unfinished epoch continues it; after the end it begins the next one. A
     state taken at an epoch's end restores to that end: the first loop over it is empty, the second is the next epoch.
     After `close` it has ended for good: ``next`` raises StopIteration and a loop over it is empty, which is logged;
-    another loop raises RuntimeError, so that nobody trains on nothing for ever.
+    a program that goes on looping meets a RuntimeError, so that nobody trains on nothing for ever.
 
     Args:
         root: The last node of the graph.
@@ -62,7 +64,7 @@ class Loader(tn.Loader[T], Generic[T]):
         self._handed_out = False  # a batch since the last reset
         self._finished = False
         self._closed = False
-        self._looped_closed = False
+        self._empty_loops = 0  # since it was closed
         self._error: Exception | None = None
 
     def __iter__(self) -> Iterator[T]:
@@ -72,12 +74,12 @@ class Loader(tn.Loader[T], Generic[T]):
         (``len(loader)``) never meet the end.
 
         Raises:
-            RuntimeError: It is closed, and has been asked before.
+            RuntimeError: It is closed, and has been asked several times since.
         """
         if self._closed:
-            if self._looped_closed:
+            self._empty_loops += 1
+            if self._empty_loops > _EMPTY_LOOPS:
                 raise RuntimeError("this loader has been closed; build another one to train on")
-            self._looped_closed = True
             log.warning("evenstep: a loop over a closed loader has no batches; build another one to train on")
             return self
         if self._finished or self._has_handed_out_all():
