@@ -100,8 +100,8 @@ class StepBuilder(BaseNode[list[list[Any]]]):
             max_segments=max_segments,
             on_sample_error=on_sample_error,  # type: ignore[arg-type]  # checked there
         )
-        self.rows = int(rows)
-        self.seq_len = config.seq_len
+        self.rows: int = int(rows)
+        self.seq_len: int = config.seq_len
         self.external = source
         self.skipped: int = 0
         self._skips = config.on_sample_error == "skip"
