@@ -175,6 +175,7 @@ def _plane(mesh: DeviceMesh | None, config: LoaderConfig, device: torch.device) 
         payload_backend=config.payload_backend,
         device=device,
         timeout=config.timeout,
+        shared_memory=config.shared_memory,
     )
 
 

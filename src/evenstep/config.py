@@ -28,7 +28,7 @@ _CHOICES = (
     "on_sample_error",
 )
 _BACKENDS = ("gloo", "nccl", "hccl")
-_FLAGS = ("broadcast_plan", "repack", "pin_memory", "log_balance")
+_FLAGS = ("broadcast_plan", "shared_memory", "repack", "pin_memory", "log_balance")
 _COUNTS = {"seq_len": 1, "micro_batch_size": 1, "num_workers": 0, "device_prefetch": 0}
 _OPTIONAL_COUNTS = {"balance_window": 1, "max_segments": 1, "host_prefetch": 0}
 
@@ -57,6 +57,7 @@ class LoaderConfig:
         collectives: Which thread starts them: ``"producer"``, ``"caller"``, or by backend.
         backend: Backend of control messages.
         payload_backend: Backend of payload; None: ``backend``.
+        shared_memory: Payload and batches of gloo go through memory where all ranks of a group share a host.
         timeout: Longest wait for another rank.
         dp_dims: Data-parallel mesh dimensions; None: ``dp_replicate``, ``dp_shard``, ``dp``.
         reader_ranks: None (one reader per replica), ``"all"``, or a tuple of global ranks.
@@ -94,6 +95,7 @@ class LoaderConfig:
     collectives: Literal["auto", "producer", "caller"] = "auto"
     backend: str = "gloo"
     payload_backend: str | None = None
+    shared_memory: bool = True
     timeout: timedelta = timedelta(minutes=5)
     dp_dims: tuple[str, ...] | None = None
     reader_ranks: str | tuple[int, ...] | None = None

@@ -7,7 +7,7 @@ import weakref
 from bisect import bisect_left, insort
 from collections import deque
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,7 @@ __all__ = ["BufferPool", "PoolStatistics"]
 ALIGNMENT = 64
 Memory: TypeAlias = npt.NDArray[np.uint8]
 _SMALLEST = 4096
+_PATIENCE = 0.002  # seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,23 @@ class PoolStatistics:
     peak_bytes: int
 
 
+class MemorySource(Protocol):
+    """Where a pool's memory comes from, if not from this process alone; see `evenstep.comm.shared_memory`."""
+
+    def allocate(self, nbytes: int) -> Memory | None:
+        """``nbytes`` bytes at a multiple of 64; None: take private memory."""
+
+    def reclaim(self, patience: float = 0.0) -> bool:
+        """Let go of buffers that it kept for others who have finished with them.
+
+        Args:
+            patience: Seconds to wait for one, if it keeps any.
+
+        Returns:
+            Whether there was one.
+        """
+
+
 class BufferPool:
     """Hands out uint8 buffers and takes each back when the last view of it is gone.
 
@@ -52,14 +70,16 @@ class BufferPool:
     Args:
         max_bytes: The most memory that may wait idle in the pool; what is more is freed, longest idle first.
             Buffers in use are not limited: they belong to their users.
+        source: Where memory comes from; default: this process.
     """
 
-    def __init__(self, max_bytes: int = 1 << 30) -> None:
+    def __init__(self, max_bytes: int = 1 << 30, source: MemorySource | None = None) -> None:
         if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 0:
             raise ValueError(
                 f"max_bytes is {max_bytes!r}; the pool needs a number of bytes >= 0; 0 keeps no buffer for reuse"
             )
         self.max_bytes = max_bytes
+        self._source = source
         self._lock = threading.Lock()
         self._returned: deque[Memory] = deque()
         self._idle: list[tuple[int, int, Memory]] = []  # capacity, latest first, memory; sorted
@@ -74,15 +94,11 @@ class BufferPool:
             raise ValueError(f"nbytes is {nbytes}; a buffer cannot have less than 0 bytes")
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8)
-        with self._lock:
-            self._collect()
-            memory = self._reuse(nbytes)
-            if memory is None:
-                self._misses += 1
-            else:
-                self._hits += 1
+        memory = self._find(nbytes)
         if memory is None:
-            memory = _allocate(_capacity(nbytes))
+            capacity = _capacity(nbytes)
+            shared = None if self._source is None else self._source.allocate(capacity)
+            memory = _allocate(capacity) if shared is None else shared
         return self._lend(memory, nbytes)
 
     def statistics(self) -> PoolStatistics:
@@ -100,7 +116,26 @@ class BufferPool:
             self._idle.clear()
             self._idle_bytes = 0
 
+    def _find(self, nbytes: int) -> Memory | None:
+        """An idle buffer for ``nbytes``, or None; counted."""
+        source = self._source
+        if source is not None:
+            source.reclaim()
+        memory = self._reuse(nbytes)
+        # Others read what was sent last while this rank does: that one is back sooner than fresh memory is there.
+        if memory is None and source is not None and source.reclaim(_PATIENCE):
+            memory = self._reuse(nbytes)
+        with self._lock:
+            self._hits += memory is not None
+            self._misses += memory is None
+        return memory
+
     def _reuse(self, nbytes: int) -> Memory | None:
+        with self._lock:
+            self._collect()
+            return self._pop(nbytes)
+
+    def _pop(self, nbytes: int) -> Memory | None:
         at = bisect_left(self._idle, (nbytes,))
         # A much larger buffer is left for a larger request: else small segments would pin the large buffers.
         if at == len(self._idle) or self._idle[at][0] > max(2 * nbytes, _SMALLEST):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
+
+if TYPE_CHECKING:
+    from evenstep.comm.shared_memory import SharedMemory
 
 __all__ = ["Abandoned", "Communicator", "Launcher", "SoloCommunicator", "launch_here"]
 
@@ -34,12 +37,14 @@ class Communicator(Protocol):
         position: This rank's position.
         device: Where the group's backend wants its tensors; `broadcast` also takes a buffer that lies there.
         launcher: How a collective is started, for backends that want it done by one thread and awaited by another.
+        memory: What the ranks share if all are on one host, for who fills send buffers; None: nothing.
     """
 
     ranks: tuple[int, ...]
     position: int
     device: torch.device
     launcher: Launcher
+    memory: SharedMemory | None
 
     def all_gather(self, row: torch.Tensor) -> torch.Tensor:
         """Gather ``row`` (uint8 ``[n]``, the same ``n`` everywhere) as uint8 ``[size, n]`` by position."""
@@ -66,6 +71,9 @@ class Communicator(Protocol):
         Both sides derive the splits from the same plan: nothing is negotiated here.
         """
 
+    def share_memory(self) -> None:
+        """From now on large bytes go through memory, if all ranks are on one host; all of them call it together."""
+
     def abandon(self) -> None:
         """Stop waiting, now and in every later call: from another thread, at shutdown."""
 
@@ -78,6 +86,7 @@ class SoloCommunicator:
         self.position = 0
         self.device: torch.device = torch.device("cpu")
         self.launcher: Launcher = launch_here
+        self.memory: SharedMemory | None = None
 
     def all_gather(self, row: torch.Tensor) -> torch.Tensor:
         """The row itself."""
@@ -99,6 +108,9 @@ class SoloCommunicator:
         """Copy what this rank sends itself."""
         assert send_splits == receive_splits
         receive.copy_(send)
+
+    def share_memory(self) -> None:
+        """There is nobody to share with."""
 
     def abandon(self) -> None:
         """Nothing waits."""

@@ -76,6 +76,7 @@ class DataPlane:
         payload_backend: str | None = None,
         device: torch.device | str | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
+        shared_memory: bool = True,
     ) -> DataPlane:
         """Roles and process groups for ``mesh``, created in one order on every rank.
 
@@ -89,6 +90,8 @@ class DataPlane:
             payload_backend: Backend of payload; default: ``backend``.
             device: Device of accelerator backends and of the batches that model-parallel peers receive.
             timeout: Longest wait for another rank.
+            shared_memory: Whether samples and batches go through memory between ranks that share a host, where all ranks of
+                their group do; else everything goes through the backends.
 
         Raises:
             ValueError, TypeError: An argument does not fit; on the rank where it does not.
@@ -137,13 +140,23 @@ class DataPlane:
             "backend": backend,
             "payload_backend": payload_backend or backend,
             "timeout": str(timeout),
+            "shared_memory": str(bool(shared_memory)),
         }
         hosts = agree(world, told, problem)
         assert topology is not None  # else agree() has raised
         if balance_group_size == "node":
             topology = roles(dp_ranks_per_host(topology, hosts))
         groups = create_groups(topology, world, backend, payload_backend or backend, where, timeout)
-        return cls(topology, groups)
+        plane = cls(topology, groups)
+        if shared_memory:
+            plane.share_memory()
+        return plane
+
+    def share_memory(self) -> None:
+        """Have payload and batches go through memory where all ranks of their group can; all ranks call it together."""
+        for communicator in (self.payload, self.model):
+            if communicator is not None:
+                communicator.share_memory()
 
     @property
     def is_constructor(self) -> bool:

@@ -7,7 +7,7 @@ import ctypes
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from evenstep.comm import starting
 from evenstep.comm.communicator import Abandoned, Launcher, launch_here
 from evenstep.comm.goodbye import Goodbye
+from evenstep.comm.shared_memory import SharedMemory, share_memory
 from evenstep.errors import RemoteRankError
 
 __all__ = ["ProcessGroupCommunicator"]
@@ -42,7 +43,8 @@ class ProcessGroupCommunicator:
 
     Attributes:
         calls: Collectives so far, by name.
-        sent_bytes: Bytes that this rank gave to them for others, once per receiver, by name.
+        sent_bytes: Bytes that this rank gave to them for others, once per receiver, by name, however they travel.
+        memory: What the ranks share since `share_memory`; None: every byte goes through the backend.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class ProcessGroupCommunicator:
         self._in_order = self._inner == sorted(self._inner)
         self.device = device
         self.launcher: Launcher = launch_here
+        self.memory: SharedMemory | None = None
         self.calls: Counter[str] = Counter()
         self.sent_bytes: Counter[str] = Counter()
         self._group = group
@@ -72,6 +75,11 @@ class ProcessGroupCommunicator:
         self._in_flight: deque[tuple[Any, list[torch.Tensor]]] = deque()  # work, and what it reads or writes
         self._finished = 0
         self._goodbye = Goodbye(group)
+
+    def share_memory(self) -> None:
+        """See `Communicator.share_memory`; an accelerator's backend has ways of its own."""
+        if self.device.type == "cpu":
+            self.memory = share_memory(self)
 
     def all_gather(self, row: torch.Tensor) -> torch.Tensor:
         """See `Communicator.all_gather`."""
@@ -99,6 +107,18 @@ class ProcessGroupCommunicator:
                 if buffer is not None:
                     self.broadcast(buffer, source)
             return
+        if self.memory is None:
+            self._broadcast_all(self._counted(buffers, source), source)
+        else:
+            self.memory.broadcast_all(self._broadcast_all, self._counted(buffers, source), source)
+
+    def _counted(self, buffers: Iterable[torch.Tensor | None], source: int) -> Iterator[torch.Tensor | None]:
+        for buffer in buffers:
+            if buffer is not None and source == self.position:
+                self.sent_bytes["broadcast"] += buffer.numel() * (len(self.ranks) - 1)
+            yield buffer
+
+    def _broadcast_all(self, buffers: Iterable[torch.Tensor | None], source: int) -> None:
         before = self.calls["broadcast"]
         try:
             for buffer in buffers:
@@ -106,9 +126,6 @@ class ProcessGroupCommunicator:
                     self._finish_first(may_leave=True)
                 if buffer is None:
                     continue
-                self.sent_bytes["broadcast"] += (
-                    buffer.numel() * (len(self.ranks) - 1) * (source == self.position)
-                )
                 start = starting.broadcast(self._group, buffer, self._inner[source])
                 self._start("broadcast", start, [buffer])
             while self._in_flight:
@@ -127,8 +144,20 @@ class ProcessGroupCommunicator:
     ) -> None:
         """See `Communicator.all_to_all`."""
         assert self._in_order, "groups that exchange payload keep torch's order"
-        outgoing, incoming = send.to(self.device), receive
         self.sent_bytes["all_to_all"] += send.numel() - send_splits[self.position]
+        if self.memory is None:
+            self._all_to_all(send, send_splits, receive, receive_splits)
+        else:
+            self.memory.all_to_all(self._all_to_all, send, send_splits, receive, receive_splits)
+
+    def _all_to_all(
+        self,
+        send: torch.Tensor,
+        send_splits: list[int],
+        receive: torch.Tensor,
+        receive_splits: list[int],
+    ) -> None:
+        outgoing, incoming = send.to(self.device), receive
         if self.device.type != "cpu":
             incoming = torch.empty(receive.numel(), dtype=torch.uint8, device=self.device)
         self._run(

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from evenstep.comm.communicator import Abandoned, Launcher, launch_here
+from evenstep.comm.shared_memory import SharedMemory, share_memory
 from evenstep.errors import RemoteRankError
 
 __all__ = ["SimulatedCommunicator", "SimulatedGroup"]
@@ -98,6 +99,7 @@ class SimulatedCommunicator:
         self.position = position
         self.device: torch.device = torch.device("cpu")
         self.launcher: Launcher = launch_here
+        self.memory: SharedMemory | None = None
         self._group = group
         self._turn = 0
         self._leaving = threading.Event()
@@ -129,6 +131,12 @@ class SimulatedCommunicator:
 
     def broadcast_all(self, buffers: Iterable[torch.Tensor | None], source: int) -> None:
         """See `Communicator.broadcast_all`."""
+        if self.memory is None:
+            self._broadcast_all(buffers, source)
+        else:
+            self.memory.broadcast_all(self._broadcast_all, buffers, source)
+
+    def _broadcast_all(self, buffers: Iterable[torch.Tensor | None], source: int) -> None:
         for buffer in buffers:
             if buffer is not None:
                 self.broadcast(buffer, source)
@@ -141,6 +149,18 @@ class SimulatedCommunicator:
         receive_splits: list[int],
     ) -> None:
         """See `Communicator.all_to_all`."""
+        if self.memory is None:
+            self._all_to_all(send, send_splits, receive, receive_splits)
+        else:
+            self.memory.all_to_all(self._all_to_all, send, send_splits, receive, receive_splits)
+
+    def _all_to_all(
+        self,
+        send: torch.Tensor,
+        send_splits: list[int],
+        receive: torch.Tensor,
+        receive_splits: list[int],
+    ) -> None:
         brought = self._meet("all_to_all", torch.split(send.clone(), send_splits))
         parts = [brought[p][self.position] for p in range(len(self.ranks))]
         sizes = [part.numel() for part in parts]
@@ -148,6 +168,10 @@ class SimulatedCommunicator:
             raise AssertionError(f"all_to_all: expected {receive_splits} bytes, the senders sent {sizes}")
         torch.cat(parts, out=receive)
         self._group.bytes_moved += sum(sizes) - sizes[self.position]
+
+    def share_memory(self) -> None:
+        """See `Communicator.share_memory`."""
+        self.memory = share_memory(self)
 
     def abandon(self) -> None:
         """See `Communicator.abandon`."""

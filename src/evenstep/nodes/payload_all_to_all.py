@@ -45,7 +45,8 @@ class PayloadAllToAll(Stage[PlannedBatch, RoutedBatch]):
         self.plane = plane
         self._config = configured(config, source)
         self._codec = PayloadCodec() if codec is None else codec
-        self._pool = BufferPool() if pool is None else pool
+        shared = None if plane.payload is None else plane.payload.memory
+        self._pool = BufferPool(source=shared) if pool is None else pool
         ranks = () if plane.payload is None else plane.payload.ranks
         self._position = np.zeros(max(ranks, default=-1) + 1, dtype=np.int32)  # in the group, by global rank
         self._position[list(ranks)] = np.arange(len(ranks))

@@ -101,7 +101,11 @@ class Layout:
     def world(self) -> SimulatedWorld:
         """Ranks for this layout."""
         mesh = {"dp": self.dp, "tp": self.tp} if self.tp > 1 else {"dp": self.dp}
-        return SimulatedWorld(mesh, reader_ranks="all" if self.everybody_reads else None)
+        return SimulatedWorld(
+            mesh,
+            reader_ranks="all" if self.everybody_reads else None,
+            shared_memory=self.options.get("shared_memory", False),
+        )
 
     def config(self, stream: Stream) -> LoaderConfig:
         """The configuration of ``stream`` in this layout."""
@@ -233,6 +237,7 @@ def layouts(
         "exchange": draw(st.sampled_from(["micro_batch", "window"])),
         "host_prefetch": draw(st.sampled_from(host_prefetch)),
         "collectives": draw(st.sampled_from(["auto", "auto", "caller"])),
+        "shared_memory": draw(st.booleans()),
     }
     options.update(fixed)
     if stream.kind != "auto":

@@ -27,6 +27,7 @@ class SimulatedWorld:
         mesh: Size of each dimension by name, slowest first, or a number of data-parallel ranks.
         timeout: Seconds that a rank waits for the others in a collective.
         dp_dims, reader_ranks, planner_rank, balance_group_size: As in `DataPlane.from_mesh`.
+        shared_memory: The same, for the planes of `run`.
     """
 
     def __init__(
@@ -38,10 +39,12 @@ class SimulatedWorld:
         reader_ranks: str | Sequence[int] | None = None,
         planner_rank: int | None = None,
         balance_group_size: int | None = None,
+        shared_memory: bool = False,
     ) -> None:
         shape = {"dp": mesh} if isinstance(mesh, int) else dict(mesh)
         self.size: int = int(np.prod(list(shape.values())))
         self._timeout = timeout
+        self._shared_memory = shared_memory
         ranks = np.arange(self.size).reshape(tuple(shape.values()))
         self.topologies: list[Topology] = [
             Topology.from_mesh(
@@ -102,6 +105,8 @@ class SimulatedWorld:
 
         def main(rank: int) -> None:
             try:
+                if self._shared_memory:
+                    planes[rank].share_memory()
                 results[rank] = function(planes[rank], *args)
                 planes[rank].close()
             except BaseException as error:
