@@ -72,15 +72,10 @@ class MessageChannel:
         self._sizes: deque[int] = deque(maxlen=_MEMORY)
         self._number = 0
         self._stream = 0
-        self._out = torch.empty(0, dtype=torch.uint8)
 
     def restart(self) -> None:
         """The next message is the first of another stream (an epoch, a loaded state)."""
         self._stream = (self._stream + 1) & 0xFFFFFFFF
-
-    def give_up(self) -> None:
-        """A broadcast of the last message may be under way for ever: its memory is written no more."""
-        self._out = torch.empty(0, dtype=torch.uint8)
 
     def compose(
         self,
@@ -99,9 +94,7 @@ class MessageChannel:
         first = self._capacity
         tail_at, whole = self._measure(kind, body, tail)
         self._number += 1
-        if self._out.numel() < max(first, whole):
-            self._out = self._pool.take(max(first, whole))
-        message = self._out  # nobody reads it any more: the broadcasts before have ended
+        message = self._pool.take(max(first, whole))
         message.numpy()[:body] = np.frombuffer(head + document + extra, np.uint8)
         steps = fill(message[tail_at:whole]) if fill is not None and tail else iter(())
         begin, written = 0, whole - tail

@@ -92,7 +92,7 @@ class BatchBroadcast:
         self._rank = communicator.ranks[communicator.position]
         self._sender = communicator.ranks[CONSTRUCTOR]
         self._aside = aside
-        pool = BufferPool(_POOL_BYTES)
+        pool = BufferPool(_POOL_BYTES, getattr(communicator, "memory", None))
         self._channel = MessageChannel(communicator, pool, LARGEST_PACK)
         self._tensors = TensorBroadcast(communicator, pool)
         self._codec = PayloadCodec()
@@ -145,12 +145,8 @@ class BatchBroadcast:
         self._post(self._channel.compose(ERROR, _to_json(told)))
 
     def _post(self, buffers: Iterator[torch.Tensor | None]) -> None:
-        try:
-            with self._aside():
-                self._communicator.broadcast_all(buffers, CONSTRUCTOR)
-        except BaseException:
-            self._channel.give_up()
-            raise
+        with self._aside():
+            self._communicator.broadcast_all(buffers, CONSTRUCTOR)
 
     def receive(self) -> Message:
         """Wait for the constructor's next message.

@@ -72,7 +72,6 @@ class HostMemory:
                 return (start, size), at - address
         return None
 
-
     def retire(self) -> None:
         """From now on freed extents keep their bytes, for peers that still read them; they go with the file."""
         self._file.keeps_all = True

@@ -78,7 +78,9 @@ class SharedMemory:
         self._peers = peers
         self._turn = 0
         self._lent: deque[tuple[int, list[int], torch.Tensor]] = deque()  # until its readers have finished
-        weakref.finalize(self, own.retire).atexit = False  # others may read what was sent last after this rank has left
+        weakref.finalize(
+            self, own.retire
+        ).atexit = False  # others may read what was sent last after this rank has left
         self._scratch = BufferPool(_SCRATCH_BYTES, weakref.proxy(self))
 
     def allocate(self, nbytes: int) -> Memory | None:
@@ -146,7 +148,7 @@ class SharedMemory:
                 yield buffer
                 continue
             turn = self._next_turn()
-            place = self._lend(buffer, readers, turn, as_it_is=False)
+            place = self._lend(buffer, readers, turn)
             yield _tensor(self._letter(turn, place, 0, buffer.numel()))
             if place is None:
                 raise MemoryError(f"there is no memory for {buffer.numel()} bytes that other ranks wait for")
@@ -180,11 +182,12 @@ class SharedMemory:
         self.reclaim()
         return self._turn
 
-    def _lend(
-        self, data: torch.Tensor, readers: list[int], turn: int, as_it_is: bool = True
-    ) -> tuple[int, int, int] | None:
-        """Where its readers find ``data``: an extent, and where in it; None if there is no memory to share."""
-        found = self._own.find(data) if as_it_is else None
+    def _lend(self, data: torch.Tensor, readers: list[int], turn: int) -> tuple[int, int, int] | None:
+        """Where its readers find ``data``: an extent, and where in it; None if there is no memory to share.
+
+        What lies in memory of ours comes from a pool, and is not written again for as long as it is referred to.
+        """
+        found = self._own.find(data)
         if found is None:
             copied = self._scratch.take(data.numel())
             found = self._own.find(copied)
