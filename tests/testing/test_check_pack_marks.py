@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from evenstep.packing import collate_rows, pack_text
+from evenstep.packing import collate_rows, collate_varlen, pack_text
 from evenstep.testing.packs import PackCheckFailed, check_pack
 from evenstep.testing.strategies import samples
 
@@ -118,8 +118,8 @@ WRONG_MARKS = [
     ),
     (
         "attention_mask",
-        constant(np.ones(16)),
-        "nothing in the row tells its documents apart (attention_mask is 1.0 in document 0 and in document 1), so they "
+        ids_from(1, step=0, padding=0),
+        "nothing in the row tells its documents apart (attention_mask is 1 in document 0 and in document 1), so they "
         "attend to each other",
     ),
     ("attention_mask", causal_alone, "attention_mask lets tokens of document 1 see those of document 0"),
@@ -147,3 +147,89 @@ def test_a_mask_of_padding_stands_beside_the_marks_of_documents() -> None:
         return {**row, "attention_mask": (torch.arange(seq_len) < row["num_tokens"]).long()}
 
     check_pack(pack, collate_rows, max_examples=60)
+
+
+def with_mask(mask: Callable[[int, int], Any]) -> Pack:
+    """`pack_text`, whose ``cu_seqlens`` are right, with ``mask(tokens, width)`` as the attention mask."""
+
+    def pack(batch: list[Any], seq_len: int) -> Row:
+        row = pack_text(batch, seq_len)
+        return {**row, "attention_mask": mask(row["num_tokens"], seq_len)}
+
+    return pack
+
+
+MASKS_OF_CONTENT: list[tuple[str, Callable[[int, int], Any]]] = [
+    ("is 1 for tokens and for padding", lambda _, width: torch.ones(width, dtype=torch.int64)),
+    ("is True for tokens and for padding", lambda _, width: torch.ones(width, dtype=torch.bool)),
+    ("is False for tokens and for padding", lambda _, width: torch.zeros(width, dtype=torch.bool)),
+    ("is 1 for tokens and for padding", lambda tokens, width: (torch.arange(width) <= tokens).long()),
+]
+
+
+@pytest.mark.parametrize(("words", "mask"), MASKS_OF_CONTENT)
+@pytest.mark.parametrize("collate", [None, collate_rows])
+def test_a_mask_that_takes_padding_for_content_is_told_where_the_boundaries_are_right(
+    words: str, mask: Callable[[int, int], Any], collate: Any
+) -> None:
+    with pytest.raises(PackCheckFailed) as caught:
+        check_pack(with_mask(mask), collate, samples=PLAIN)
+    told = f"padding mask: attention_mask {words}, so that padding is content to the model\n"
+    assert str(caught.value).startswith(told)
+    assert caught.value.property == "padding mask"
+
+
+def test_a_mask_made_in_collate_is_held_against_the_padding_of_the_batch() -> None:
+    def collate(rows: list[Row]) -> Row:
+        batch = collate_rows(rows)
+        return {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}
+
+    with pytest.raises(PackCheckFailed) as caught:
+        check_pack(pack_text, collate, samples=PLAIN)
+    assert str(caught.value).startswith(
+        "padding mask: in the batch, attention_mask is 1 for tokens and for padding, so that padding is content to the model\n"
+    )
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_tokens_that_see_padding_in_a_mask_of_pairs_are_told(plain_pack: Pack, causal: bool) -> None:
+    def mask(lengths: list[int], width: int) -> Any:
+        # What is after the first document is one more document, padding included.
+        ids = np.minimum(ids_from(0, padding=len(lengths) - 1)(lengths, width), len(lengths) - 1)
+        seen = ids[:, None] == ids[None]
+        return seen & np.tri(width, dtype=bool) if causal else seen
+
+    pack = marked(plain_pack, "attention_mask", mask)
+    if causal:
+        check_pack(pack, samples=PLAIN, max_examples=60)
+        return
+    with pytest.raises(PackCheckFailed) as caught:
+        check_pack(pack, samples=PLAIN)
+    assert str(caught.value).startswith(
+        "padding mask: attention_mask lets tokens see padding, so that padding is content to the model\n"
+    )
+
+
+@pytest.mark.parametrize("multiple", [1, 8])
+def test_a_mask_of_ones_is_right_for_flattened_rows_without_padding(multiple: int) -> None:
+    def collate(rows: list[Row]) -> Row:
+        batch = collate_varlen(rows, pad_to_multiple_of=multiple)
+        return {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}
+
+    if multiple == 1:
+        check_pack(pack_text, collate, samples=PLAIN, max_examples=60)
+        return
+    with pytest.raises(
+        PackCheckFailed, match="padding mask: in the batch, attention_mask is 1 for tokens and"
+    ):
+        check_pack(pack_text, collate, samples=PLAIN)
+
+
+def test_a_mask_of_the_samples_is_theirs_to_know() -> None:
+    def masked(sample: Any) -> Row:
+        return {**sample, "attention_mask": sample["input_ids"] % 2}
+
+    def some(sample: Row) -> bool:
+        return bool(sample["attention_mask"].any())
+
+    check_pack(pack_text, collate_rows, samples=PLAIN.map(masked).filter(some), max_examples=60)

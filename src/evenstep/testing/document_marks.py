@@ -8,10 +8,19 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import torch
 
 from evenstep.packing.fields import as_tensor
 
-__all__ = ["DOCUMENT_MARKS", "Places", "numbers", "untold", "wrong_length", "wrong_mark"]
+__all__ = [
+    "DOCUMENT_MARKS",
+    "Places",
+    "numbers",
+    "padding_as_content",
+    "untold",
+    "wrong_length",
+    "wrong_mark",
+]
 
 DOCUMENT_MARKS = ("cu_seqlens", "position_ids", "document_ids", "seq_idx", "cu_seq_lens_q", "attention_mask")
 _IDS = ("document_ids", "seq_idx")
@@ -79,6 +88,40 @@ def wrong_mark(fields: Mapping[str, Any], places: Places, exempt: Sequence[str] 
         if problem is not None:
             return problem
     return wrong_length(fields, places, _LONGEST)
+
+
+def padding_as_content(mask: Any, places: Places) -> str | None:
+    """How an ``attention_mask`` takes padding for content; None if it does not, or if its form is unknown here.
+
+    With one value per token, no sequence has the same one for all its tokens and its padding. A mask of pairs of
+    tokens lets none see padding. Sequences without documents may say what they like: a softmax over nothing is NaN.
+    """
+    tensor, width = as_tensor(mask), places.width
+    if tensor is None:
+        return None
+    content = torch.zeros(len(places.spans), width, dtype=torch.bool)
+    for k, spans in enumerate(places.spans):
+        for start, end in spans:
+            content[k, start:end] = True
+    per_token = _per_token(mask, places)
+    if not per_token and (
+        tensor.shape[-2:] != (width, width) or len(places.spans) not in (1, tensor.shape[0])
+    ):
+        return None
+    values = (
+        tensor.reshape(len(places.spans), width)
+        if per_token
+        else tensor.reshape(len(places.spans), -1, width, width)
+    )
+    for one, real in zip(values, content, strict=True):
+        if not bool(real.any()) or bool(real.all()):
+            continue
+        if per_token:
+            if bool((one == one[0]).all()):
+                return f"attention_mask is {one[0].item()} for tokens and for padding"
+        elif bool((one[:, real][..., ~real] == one.diagonal(dim1=-2, dim2=-1)[:, real, None]).any()):
+            return "attention_mask lets tokens see padding"
+    return None
 
 
 def wrong_length(fields: Mapping[str, Any], places: Places, names: Sequence[str]) -> str | None:

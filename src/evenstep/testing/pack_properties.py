@@ -12,7 +12,7 @@ import torch
 
 from evenstep.packing.fields import as_tensor, token_dim
 from evenstep.packing.text import LABEL_FIELDS
-from evenstep.testing.document_marks import Places, untold, wrong_mark
+from evenstep.testing.document_marks import Places, padding_as_content, untold, wrong_mark
 
 __all__ = [
     "Broken",
@@ -137,6 +137,9 @@ def check_marks(where: str, fields: Mapping[str, Any], places: Places, expected:
     problem = wrong_mark(fields, places, theirs)
     if problem is not None:
         broken("boundaries", problem)
+    padding = padding_as_content(fields.get("attention_mask"), places)
+    if padding is not None:
+        broken("padding mask", f"{padding}, so that padding is content to the model")
     reason = untold(fields, places)
     if reason is not None:
         broken(
