@@ -366,8 +366,10 @@ SURVIVED = {
 }
 
 
-def survive(rank: int, names: list[str], collectives: str) -> dict[str, tuple[int, str, float]]:
-    EVERYWHERE["collectives"] = collectives
+def survive(
+    rank: int, names: list[str], collectives: str, shared_memory: bool
+) -> dict[str, tuple[int, str, float]]:
+    EVERYWHERE.update(collectives=collectives, shared_memory=shared_memory)
     outcomes = {}
     for name in names:
         scenario = SURVIVED[name]
@@ -380,9 +382,9 @@ def survive(rank: int, names: list[str], collectives: str) -> dict[str, tuple[in
     return outcomes
 
 
-@pytest.fixture(scope="module", params=["producer", "caller"])
+@pytest.fixture(scope="module", params=[("producer", False), ("producer", True), ("caller", True)])
 def outcomes(request: pytest.FixtureRequest) -> list[dict[str, tuple[int, str, float]]]:
-    return run_ranks(survive, 2, list(SURVIVED), request.param)
+    return run_ranks(survive, 2, list(SURVIVED), *request.param)
 
 
 @pytest.mark.parametrize("name", SURVIVED)
@@ -396,6 +398,6 @@ def test_every_rank_hears_of_it(outcomes: list[dict[str, tuple[int, str, float]]
 
 
 if __name__ == "__main__":
-    for rank, result in enumerate(run_ranks(survive, 2, sys.argv[1:] or list(SURVIVED), "auto")):
+    for rank, result in enumerate(run_ranks(survive, 2, sys.argv[1:] or list(SURVIVED), "auto", True)):
         for name, (count, text, seconds) in result.items():
             print(rank, name, count, f"{seconds:.2f}", text)

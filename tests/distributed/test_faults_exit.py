@@ -198,14 +198,14 @@ def show(outcomes: list[Outcome[None]]) -> str:
     )
 
 
-def play(rank: int, name: str, collectives: str) -> None:
-    EVERYWHERE["collectives"] = collectives
+def play(rank: int, name: str, options: dict[str, Any]) -> None:
+    EVERYWHERE.update(options)
     SCENARIOS[name][0](rank)
 
 
-def check(name: str, collectives: str = "producer") -> list[Outcome[None]]:
+def check(name: str, **options: Any) -> list[Outcome[None]]:
     expected = SCENARIOS[name][1]
-    outcomes = run_ranks_outcomes(play, 2, name, collectives, timeout=40)
+    outcomes = run_ranks_outcomes(play, 2, name, options, timeout=40)
     for outcome, (code, text) in zip(outcomes, expected, strict=True):
         error = "None" if outcome.error is None else f"{type(outcome.error).__name__}: {outcome.error}"
         assert outcome.exit_code == code, f"{show(outcomes)}\n{outcome.traceback}"
@@ -216,12 +216,17 @@ def check(name: str, collectives: str = "producer") -> list[Outcome[None]]:
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_every_rank_ends(name: str) -> None:
-    check(name)
+    check(name, collectives="producer", shared_memory=False)
 
 
 @pytest.mark.parametrize("name", ["killed", "breaks_everywhere", "step_raises", "exits"])
 def test_every_rank_ends_whose_training_thread_starts_the_collectives(name: str) -> None:
-    check(name, "caller")
+    check(name, collectives="caller")
+
+
+@pytest.mark.parametrize("name", ["killed", "late", "breaks_alone", "closes_early"])
+def test_every_rank_ends_that_shares_memory(name: str) -> None:
+    check(name, collectives="producer")
 
 
 @pytest.mark.parametrize("victim", range(4))

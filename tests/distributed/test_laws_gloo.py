@@ -29,10 +29,10 @@ pytestmark = pytest.mark.gloo
 LENGTHS = tuple(np.minimum(np.random.default_rng(3).geometric(0.12, 60), 20).tolist())
 
 
-def mesh_plane(tp: int = 1, readers: str | None = None) -> DataPlane:
+def mesh_plane(tp: int = 1, readers: str | None = None, shared_memory: bool = True) -> DataPlane:
     dp = dist.get_world_size() // tp
     mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
-    return DataPlane.from_mesh(mesh, reader_ranks=readers)
+    return DataPlane.from_mesh(mesh, reader_ranks=readers, shared_memory=shared_memory)
 
 
 def epochs(rank: int, name: str) -> dict[str, list[Seen]]:
@@ -42,7 +42,8 @@ def epochs(rank: int, name: str) -> dict[str, list[Seen]]:
         layout = LAYOUTS[name]
         if kind == "auto":
             layout = replace(layout, options={**layout.options, "balance_window": None})
-        plane = mesh_plane(layout.tp, "all" if layout.everybody_reads else None)
+        readers = "all" if layout.everybody_reads else None
+        plane = mesh_plane(layout.tp, readers, layout.options.get("shared_memory", True))
         with layout.loader(stream, plane) as loader:
             seen[kind] = [Seen.of(batch, loader) for batch in loader]
     return seen
@@ -66,6 +67,9 @@ LAYOUTS = {
     ),
     "two replicas of two": Layout(
         dp=2, tp=2, everybody_reads=True, options={"micro_batch_size": 2, "balance_window": 2}
+    ),
+    "two replicas of two, nothing shared": Layout(
+        dp=2, tp=2, everybody_reads=True, options={"micro_batch_size": 2, "shared_memory": False}
     ),
 }
 
