@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 import torchdata.nodes as tn
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
 from torchdata.nodes import BaseNode
 
+from evenstep import BatchInfo
 from evenstep.nodes import HostPrefetch
 from evenstep.testing import assert_node_conforms
 
@@ -168,6 +171,15 @@ class CountsTheEndThatItRestores(CountsItems):
         return super().after_leaving() + (self.restored and self.at == self.length)
 
 
+class LosesItsTailWhenAsked(Counter):
+    length = 5
+
+    def get_state(self) -> dict[str, Any]:
+        if self.at == 3:
+            self.length = 4
+        return super().get_state()
+
+
 BREACHES: list[tuple[type[Counter], str]] = [
     (GoesOnAfterItsEnd, "the end is not sticky: after StopIteration came -1"),
     (Endless, "the epoch has more than 20 items; is it endless?"),
@@ -211,6 +223,10 @@ BREACHES: list[tuple[type[Counter], str]] = [
         CountsTheEndThatItRestores,
         "item 0 of a node restored at the end of its epoch and reset is int 501, expected int 401",
     ),
+    (
+        LosesItsTailWhenAsked,
+        "a second node, whose state was not taken before each item, goes on after the 4 items of the first: 4",
+    ),
     (HasOneEpoch, "the epoch after the first one is empty"),
 ]
 
@@ -223,6 +239,93 @@ def test_a_right_node_conforms() -> None:
 def test_each_breach_is_told(bug: type[Counter], message: str) -> None:
     with pytest.raises(AssertionError, match=f"^{re.escape(message)}$"):
         assert_node_conforms(bug, max_items=20)
+
+
+def batch(step: int, micro_batch: int, micro_batches: int) -> dict[str, Any]:
+    is_last = micro_batch == micro_batches - 1
+    return {"info": BatchInfo(step, micro_batch, micro_batches, is_last, 1, 8, 0, None, None)}
+
+
+class Batches(Counter):
+    """Five steps an epoch, of one, two and three micro-batches; ``kept`` says which of them come."""
+
+    sizes = (1, 3, 2, 1, 2)
+    length = sum(sizes)
+
+    def __init__(self, kept: Callable[[int], bool] = lambda _: True, copies: int = 1) -> None:
+        super().__init__()
+        places = [(s, m) for s, n in enumerate(self.sizes) for m in range(n)]
+        self.numbers = [k for k in range(self.length) if kept(k) for _ in range(copies)]
+        self.places, self.length = places, len(self.numbers)
+
+    def next(self) -> Any:
+        super().next()
+        step, micro_batch = self.places[self.numbers[self.at - 1]]
+        return batch(step + len(self.sizes) * self.epoch, micro_batch, self.sizes[step])
+
+
+ALL = Batches.length
+REMEDY = (
+    ": the node leaves batches out, and other ranks wait for them in the training step. Leave out samples instead, in the "
+    "dataset or the sampler"
+)
+
+
+@given(st.sets(st.integers(0, ALL - 1), min_size=1), st.integers(1, 2))
+@example({0}, 1).via("known only from the epoch before")
+@settings(max_examples=60)
+def test_batches_that_are_left_out_are_told(lost: set[int], copies: int) -> None:
+    assume(len(lost) < ALL)
+    with pytest.raises(AssertionError, match=f"{re.escape(REMEDY)}$"):
+        assert_node_conforms(lambda: Batches(lambda k: k not in lost, copies))
+
+
+def test_all_batches_conform_also_where_several_items_are_made_of_one() -> None:
+    assert_node_conforms(Batches, items=ALL)
+    assert_node_conforms(lambda: Batches(copies=2), items=2 * ALL)
+
+
+@pytest.mark.parametrize(
+    ("lost", "message"),
+    [
+        (2, "after micro-batch 0 of step 1 comes micro-batch 2 of step 1, expected micro-batch 1 of step 1"),
+        (6, "after micro-batch 1 of step 2 comes micro-batch 0 of step 4, expected micro-batch 0 of step 3"),
+        (8, "the epoch ends after micro-batch 0 of step 4, but step 4 has 2 micro-batches"),
+        (0, "after micro-batch 1 of step 4 comes micro-batch 0 of step 6, expected micro-batch 0 of step 5"),
+    ],
+)
+def test_the_batch_that_is_left_out_is_named(lost: int, message: str) -> None:
+    with pytest.raises(AssertionError, match=f"^{re.escape(message + REMEDY)}$"):
+        assert_node_conforms(lambda: Batches(lambda k: k != lost))
+
+
+class Even(Counter):
+    """A filter, which is right by itself."""
+
+    def next(self) -> int:
+        while (item := super().next()) % 2:
+            pass
+        return item
+
+
+class ShorterLater(Counter):
+    def next(self) -> int:
+        self.length = 4 if self.epoch == 0 else 3
+        return super().next()
+
+
+def test_a_number_of_items_is_held_against_every_epoch() -> None:
+    assert_node_conforms(Even)
+    assert_node_conforms(Even, items=2)
+    assert_node_conforms(ShorterLater)
+    with pytest.raises(AssertionError) as caught:
+        assert_node_conforms(Even, items=4)
+    assert str(caught.value) == "the epoch has 2 items, expected 4: the node loses or adds some"
+    with pytest.raises(AssertionError) as caught:
+        assert_node_conforms(ShorterLater, items=4)
+    assert str(caught.value) == (
+        "the epoch after the first one has 3 items, expected 4: the node loses or adds some"
+    )
 
 
 class BeginsAnywhere(CountsItems):

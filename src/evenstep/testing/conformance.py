@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from torchdata.nodes import BaseNode
@@ -11,13 +11,16 @@ from torchdata.nodes import BaseNode
 from evenstep.nodes.stage import upstream
 from evenstep.nodes.stock import reads_ahead
 from evenstep.testing.equality import assert_same
+from evenstep.testing.gaps import info_of, left_out
 
 __all__ = ["assert_node_conforms"]
 
 Build = Callable[[], "BaseNode[Any]"]
 
 
-def assert_node_conforms(build: Build, *, build_failing: Build | None = None, max_items: int = 1000) -> None:
+def assert_node_conforms(
+    build: Build, *, build_failing: Build | None = None, max_items: int = 1000, items: int | None = None
+) -> None:
     """Check the contract of a node.
 
     - Its state, taken at every cut (also before the first item and after the end), survives JSON, and restored in
@@ -26,6 +29,8 @@ def assert_node_conforms(build: Build, *, build_failing: Build | None = None, ma
     - The end is sticky, and after it comes another epoch, which can be restored too; so it can from the middle. The
       stock nodes that read ahead in threads do not leave an epoch in its middle as they should: see `HostPrefetch`.
     - An error is sticky, and the same object.
+    - No batch is left out, where that can be known: their ``info`` counts on from one to the next, and an epoch ends
+      with a step. Of items that say nothing, a node may be a filter; give their number as ``items``.
 
     On several ranks call it on all of them at once, for example in `SimulatedWorld.run`. A node behind the planner
     resumes inside a step only with ``resume="micro_batch"``.
@@ -34,6 +39,8 @@ def assert_node_conforms(build: Build, *, build_failing: Build | None = None, ma
         build: Makes a fresh node; called many times; a node's ``close()`` is called where it has one.
         build_failing: Makes one that raises some `Exception` instead of an item.
         max_items: More items in an epoch than this are taken for an endless stream.
+        items: How many items an epoch has, for example as many as the source of a node that gives one for each; None:
+            any number.
 
     Raises:
         AssertionError: The node breaks the contract; the message says how.
@@ -45,7 +52,7 @@ def assert_node_conforms(build: Build, *, build_failing: Build | None = None, ma
         return nodes[-1]
 
     try:
-        _check(fresh, max_items)
+        _check(fresh, max_items, items)
         if build_failing is not None:
             nodes.append(build_failing())
             _check_failure(nodes[-1], max_items)
@@ -55,17 +62,18 @@ def assert_node_conforms(build: Build, *, build_failing: Build | None = None, ma
                 node.close()
 
 
-def _check(fresh: Build, max_items: int) -> None:
+def _check(fresh: Build, max_items: int, wanted: int | None) -> None:
     node = fresh()
     node.reset(None)
     items, states = _run(node, max_items)
+    _check_whole(items, wanted, "the epoch")
     _check_states(states)
     _check_taking_state(fresh(), items)
     for cut, state in enumerate(states):
         other = fresh()
         other.reset(json.loads(json.dumps(state)))
         _check_rest(other, items, states, cut, max_items)
-    _check_next_epoch(node, fresh, states, max_items)
+    _check_next_epoch(node, fresh, items, states, max_items, wanted)
     _check_epoch_from_the_middle(fresh, states, max_items)
 
 
@@ -86,6 +94,20 @@ def _run(node: BaseNode[Any], max_items: int) -> tuple[list[Any], list[dict[str,
             continue
         raise AssertionError(f"the end is not sticky: after StopIteration came {item!r}")
     return items, states
+
+
+def _check_whole(items: list[Any], wanted: int | None, epoch: str, before: list[Any] | None = None) -> None:
+    """Nothing is left out of ``items``, which follow those ``before``."""
+    if wanted is not None and len(items) != wanted:
+        raise AssertionError(
+            f"{epoch} has {len(items)} items, expected {wanted}: the node loses or adds some"
+        )
+    gap = left_out([*(before or [])[-1:], *items])
+    if gap is not None:
+        raise AssertionError(
+            f"{gap}: the node leaves batches out, and other ranks wait for them in the training step. Leave out samples "
+            "instead, in the dataset or the sampler"
+        )
 
 
 def _check_states(states: list[dict[str, Any]]) -> None:
@@ -118,6 +140,14 @@ def _check_taking_state(node: BaseNode[Any], items: list[Any]) -> None:
         if k % 2:
             first, second = node.state_dict(), node.state_dict()
             assert first == second, f"taken twice after item {k}, the state differs: {first!r}, {second!r}"
+    try:
+        item = next(node)
+    except StopIteration:
+        return
+    raise AssertionError(
+        f"a second node, whose state was not taken before each item, goes on after the {len(items)} items of the first: "
+        f"{item!r}"
+    )
 
 
 def _check_rest(
@@ -164,16 +194,21 @@ def _begun_again(rest: list[Any], items: list[Any], cut: int) -> str:
 
 def _step_of(item: Any) -> Any:
     """The step of a batch or of an item before the packer, if it says."""
-    info = item.get("info") if isinstance(item, Mapping) else getattr(item, "info", None)
-    return getattr(info, "step", None)
+    return getattr(info_of(item), "step", None)
 
 
 def _check_next_epoch(
-    node: BaseNode[Any], fresh: Build, states: list[dict[str, Any]], max_items: int
+    node: BaseNode[Any],
+    fresh: Build,
+    first: list[Any],
+    states: list[dict[str, Any]],
+    max_items: int,
+    wanted: int | None,
 ) -> None:
     node.reset(None)
     items, second = _run(node, max_items)
     assert items, "the epoch after the first one is empty"
+    _check_whole(items, wanted, "the epoch after the first one", first)
     other = fresh()
     other.reset(states[-1])
     other.reset(None)
