@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from evenstep.bench.gather import measure_gather
 from evenstep.bench.machine import as_line, describe_machine
@@ -17,6 +18,7 @@ from evenstep.bench.payload import measure_exchange, measure_huge
 from evenstep.bench.windows import count_collectives
 from evenstep.comm.gloo_threads import destroy_process_group
 from evenstep.comm.groups import world_communicator
+from evenstep.comm.plane import DataPlane
 from evenstep.testing import run_ranks
 
 __all__ = ["add_arguments", "as_text", "measure", "run"]
@@ -50,15 +52,24 @@ def measure(_rank: int, payloads: list[int], sizes: list[int], metadata: int, re
     inside one turn.
     """
     communicator = world_communicator(_TIMEOUT)
-    return {
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    plane = DataPlane.from_mesh(mesh, timeout=_TIMEOUT)  # as a loader's
+    sharing = plane.payload
+    assert sharing is not None
+    result = {
         "machine": describe_machine(),
         "ranks": len(communicator.ranks),
+        "shared_memory": sharing.memory is not None,
         "exchanges": [
-            measure_exchange(communicator, payload, size, repeats) for size in sizes for payload in payloads
+            measure_exchange(communicator, sharing, payload, size, repeats)
+            for size in sizes
+            for payload in payloads
         ],
         "gather": measure_gather(communicator, metadata, repeats),
         "collectives": count_collectives(),
     }
+    plane.close()
+    return result
 
 
 def move_huge(_rank: int, payload_bytes: int) -> dict[str, Any]:
@@ -81,16 +92,17 @@ def as_text(r: dict[str, Any]) -> str:
     lines = [
         as_line(r["machine"]),
         "",
-        f"{r['ranks']} ranks; milliseconds",
-        "  sample  sent by each     raw   memcpy     both    torch  evenstep   pickled   of raw + memcpy  of both  of torch  "
-        "of raw  x pickle  memory/byte",
+        f"{r['ranks']} ranks, {'which share memory' if r['shared_memory'] else 'which share no memory'}; milliseconds",
+        "  sample  sent by each     raw   memcpy     both    torch     wire  evenstep   pickled   wire: of raw + memcpy  of both  "
+        "of torch   evenstep: of raw + memcpy  x pickle  memory/byte",
     ]
     for e in r["exchanges"]:
         ms = {name: 1e3 * seconds for name, seconds in e["seconds"].items()}
         lines.append(
             f"{e['sample_bytes'] // 1024:4d} KiB {e['moved_bytes'] / 2**20:9.1f} MiB {ms['raw']:7.2f} {ms['memcpy']:8.2f} {ms['memcpy_and_raw']:8.2f} "
-            f"{ms['torch']:8.2f} {ms['evenstep']:9.2f} {ms['pickled']:9.2f}   {e['of_sum']:15.2f} {e['of_memcpy_and_raw']:8.2f} "
-            f"{e['of_torch']:9.2f} {e['of_raw']:7.2f} {e['times_faster_than_pickle']:9.1f} {e['memory_per_byte']:12.2f}"
+            f"{ms['torch']:8.2f} {ms['wire']:8.2f} {ms['evenstep']:9.2f} {ms['pickled']:9.2f}   {e['wire_of_sum']:21.2f} "
+            f"{e['wire_of_both']:8.2f} {e['wire_of_torch']:9.2f}   {e['of_sum']:25.2f} {e['times_faster_than_pickle']:9.1f} "
+            f"{e['memory_per_byte']:12.2f}"
         )
     g = r["gather"]
     ms = {name: 1e3 * seconds for name, seconds in g["seconds"].items()}
@@ -118,7 +130,7 @@ def _huge_as_text(r: dict[str, Any]) -> str:
             as_line(r["machine"]),
             "",
             f"{huge['ranks']} ranks, {huge['moved_bytes'] / 2**30:.2f} GiB sent by each in {huge['seconds']:.2f} s "
-            f"({huge['moved_bytes'] / 2**30 / huge['seconds']:.2f} GiB/s): all {huge['samples']:,} samples that rank 0 "
-            f"received are right; {huge['memory_per_byte']:.2f} bytes of memory a byte",
+            f"({huge['moved_bytes'] / 2**30 / huge['seconds']:.2f} GiB/s) over the wire: all {huge['samples']:,} samples that "
+            f"rank 0 received are right; {huge['memory_per_byte']:.2f} bytes of memory a byte",
         ]
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from datetime import timedelta
 from typing import Any
 
@@ -51,12 +52,13 @@ def count_collectives(windows: int = 16) -> dict[str, Any]:
     group = plane.payload
     if not isinstance(group, ProcessGroupCommunicator):
         raise RuntimeError("one rank has nobody to talk to; start at least two")
+    calls_before, sent_before = Counter(group.calls), Counter(group.sent_bytes)  # while building
     rows = ranks * _MICRO_BATCHES
     dataset = _Documents(rows * windows)
     sampler = StepSampler(len(dataset), global_batch_size=rows)
     with build_loader(dataset, plane, LoaderConfig(seq_len=_SEQ_LEN), sampler=sampler) as loader:
         batches = sum(1 for _ in loader)
-    calls, sent = group.calls, group.sent_bytes
+    calls, sent = group.calls - calls_before, group.sent_bytes - sent_before
     control = sum(calls.values()) - calls["all_to_all"] - 1
     return {
         "windows": windows,
