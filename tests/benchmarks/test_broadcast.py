@@ -16,7 +16,7 @@ def test_small_tensors_travel_together() -> None:
     result = broadcast.measure(kib=(24,), repeats=20)
     found = result["sizes"]["24"]
     assert found["each_to_batch"] > 1.2
-    assert min(found["batch_seconds"], found["raw_seconds"], found["to_raw"], found["to_joined"]) > 0
+    assert min(found["batch_seconds"], found["raw_seconds"], found["to_raw"], found["wire_to_joined"]) > 0
 
 
 def test_command(capsys: pytest.CaptureFixture[str]) -> None:
