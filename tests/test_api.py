@@ -8,10 +8,13 @@ import importlib
 import inspect
 import re
 import sys
+import typing
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FROZEN = Path(__file__).with_name("api.txt")
@@ -150,6 +153,49 @@ def test_a_changed_default_would_be_seen() -> None:
     frozen = FROZEN.read_text()
     assert "            seq_len: int,\n            micro_batch_size: int = 1,\n" in frozen
     assert "[evenstep.packing]" in frozen
+
+
+def callables(module: ModuleType) -> Iterator[tuple[str, Any]]:
+    """What of a module is called: functions, classes for their fields, methods and properties."""
+    for name in module.__all__:
+        value = getattr(module, name)
+        if inspect.isroutine(value) or inspect.isclass(value):
+            yield name, value
+        if inspect.isclass(value):
+            for base in ours(value):
+                for member, held in vars(base).items():
+                    function = held.fget if isinstance(held, property) else getattr(held, "__func__", held)
+                    if inspect.isfunction(function):
+                        yield f"{name}.{member}", function
+
+
+def unresolved(value: Any) -> str | None:
+    """Why the annotations of ``value`` cannot be read while the program runs, as validators and injectors do."""
+    try:
+        typing.get_type_hints(value)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+@pytest.mark.parametrize("module", public_modules(), ids=lambda module: module.__name__)
+def test_type_hints_can_be_read_at_run_time(module: ModuleType) -> None:
+    # Strategies made by hypothesis' `composite` are functions of its own module, where our names are not known.
+    named = [
+        (name, value)
+        for name, value in callables(module)
+        if value.__module__ != "evenstep.testing.strategies"
+    ]
+    assert named
+    told = {name: problem for name, value in named if (problem := unresolved(value)) is not None}
+    assert not told
+
+
+def test_a_type_hint_that_is_imported_for_checkers_alone_would_be_seen() -> None:
+    def function(mesh: "DeviceMesh") -> None:  # type: ignore[name-defined]  # noqa: F821, UP037
+        pass
+
+    assert unresolved(function) == "NameError: name 'DeviceMesh' is not defined"
 
 
 if __name__ == "__main__":

@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torchdata.nodes import BaseNode
 
 from evenstep.comm.batch_spec import BatchSpec
@@ -50,9 +51,6 @@ from evenstep.packing.documents import Oversized
 from evenstep.request import Request
 from evenstep.sampling import LocalStepSource, Sampler
 from evenstep.shown import shown
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["build_loader"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from evenstep.comm.agreement import agree, dp_ranks_per_host
 from evenstep.comm.communicator import Communicator, Launcher, SoloCommunicator
@@ -18,9 +18,6 @@ from evenstep.comm.leaving import leave, leave_gently
 from evenstep.comm.rounds import Rounds
 from evenstep.shown import shown
 from evenstep.topology import Topology
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["CLOSE_GRACE", "DEFAULT_TIMEOUT", "DataPlane"]
 

@@ -68,7 +68,7 @@ class Streams(Protocol):
         """Make the device current in the calling thread."""
 
 
-DeviceLike: TypeAlias = "torch.device | str | Streams"
+DeviceLike: TypeAlias = torch.device | str | Streams
 
 
 class TorchStreams:

@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 Pack = Callable[[list[Any], int], Any]
-LossCounter: TypeAlias = "Callable[[Any, int | None], int | None]"
+LossCounter: TypeAlias = Callable[[Any, int | None], int | None]
 """``(sample, seq_len)`` to the labels of the sample that carry a loss once it is packed, cut to ``seq_len`` if given."""
 
 BUILT_IN: tuple[Callable[..., Any], ...] = (pack_text, pack_vision)
