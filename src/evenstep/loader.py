@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import torchdata.nodes as tn
 
+from evenstep.comm.plane import DataPlane
 from evenstep.cursor import Cursor, find_cursor, next_epoch_state
 from evenstep.errors import RemoteRankError, SampleError
 from evenstep.nodes.balance import Balance
@@ -18,7 +19,8 @@ from evenstep.nodes.balance_teller import BalanceTeller
 from evenstep.nodes.external_step_reader import ExternalStepReader
 from evenstep.nodes.source_position import has_ended, mark_ended
 from evenstep.nodes.stage import Stage, call, met_again, upstream, without_stages
-from evenstep.nodes.stock import bare, changes_count, wrapped_like
+from evenstep.nodes.stock import bare, changes_count, reads_ahead, wrapped_like
+from evenstep.nodes.stock_threads import end_threads
 
 __all__ = ["Loader"]
 
@@ -269,12 +271,17 @@ class Loader(tn.Loader[T], Generic[T]):
             return
         self._closed = True
         nodes = list(upstream(self.root))
+        planes: list[DataPlane] = [node.plane for node in nodes if getattr(node, "plane", None) is not None]  # type: ignore[attr-defined]  # as all that have one
+        stock = [node for node in nodes if reads_ahead(node)]
+        for plane in planes if stock else ():
+            plane.shut()  # before what their threads read from is closed
+        for node in stock:
+            end_threads(node)
         for node in nodes:
             if hasattr(node, "close"):
                 node.close()
-        for node in nodes:
-            if getattr(node, "plane", None) is not None:
-                node.plane.close()  # type: ignore[attr-defined]  # a DataPlane
+        for plane in planes:
+            plane.close()
 
     def __enter__(self) -> Loader[T]:
         return self

@@ -5,31 +5,53 @@ from __future__ import annotations
 import atexit
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from evenstep.comm.communicator import Communicator
 from evenstep.comm.rounds import Rounds
 
-__all__ = ["leave", "leave_gently"]
+__all__ = ["abandon", "leave", "leave_gently", "shut"]
+
+_PATIENCE = 2.0  # seconds that a thread gets to notice that it is to give up
+
+
+def abandon(rounds: Rounds | None, communicators: Sequence[Communicator]) -> None:
+    """Wait for nobody any more, in any thread, now and later."""
+    for communicator in communicators:
+        communicator.abandon()
+    if rounds is not None:
+        rounds.give_up()
+
+
+def shut(rounds: Rounds, communicators: Sequence[Communicator], grace: float) -> bool:
+    """Begin no more windows, and wait until another thread has ended the one it is in; whether it has.
+
+    After ``grace`` seconds its collectives are abandoned.
+    """
+    with _alarm(rounds, communicators, grace):
+        return rounds.shut(_PATIENCE)
 
 
 def leave(rounds: Rounds | None, communicators: Sequence[Communicator], grace: float) -> None:
     """Tell the other ranks; after ``grace`` seconds without an answer, or then, use the groups no more."""
-
-    def give_up() -> None:
-        for communicator in communicators:
-            communicator.abandon()
-
     if rounds is not None:
-        alarm = threading.Timer(grace, give_up)
-        alarm.daemon = True
-        alarm.start()
-        try:
-            rounds.leave()
-        finally:
-            alarm.cancel()
-            alarm.join()  # it holds the groups: freed by a thread that outlives the interpreter, they abort it
-    give_up()
+        with _alarm(rounds, communicators, grace):
+            if rounds.shut(_PATIENCE):
+                rounds.leave()
+    abandon(rounds, communicators)
+
+
+@contextmanager
+def _alarm(rounds: Rounds, communicators: Sequence[Communicator], grace: float) -> Iterator[None]:
+    alarm = threading.Timer(grace, abandon, (rounds, communicators))
+    alarm.daemon = True
+    alarm.start()
+    try:
+        yield
+    finally:
+        alarm.cancel()
+        alarm.join()  # it holds the groups: freed by a thread that outlives the interpreter, they abort it
 
 
 def leave_gently(rounds: Rounds | None, communicators: Sequence[Communicator], grace: float) -> None:

@@ -14,7 +14,7 @@ from evenstep.comm.agreement import agree, dp_ranks_per_host
 from evenstep.comm.communicator import Communicator, Launcher, SoloCommunicator
 from evenstep.comm.gloo_threads import let_go
 from evenstep.comm.groups import Groups, check_backend, check_device, create_groups, world_communicator
-from evenstep.comm.leaving import leave, leave_gently
+from evenstep.comm.leaving import abandon, leave, leave_gently, shut
 from evenstep.comm.rounds import Rounds
 from evenstep.shown import shown
 from evenstep.topology import Topology
@@ -188,10 +188,15 @@ class DataPlane:
         if self.rounds is not None:
             self.rounds.fail(error)
 
+    def shut(self) -> None:
+        """Begin no more windows, and wait for a thread that is in one; for `close_grace` seconds, then it is abandoned."""
+        if self.rounds is not None and self._leave.alive:
+            shut(self.rounds, self._communicators, self.close_grace)
+
     def close(self) -> None:
         """Tell the others that this rank leaves, then use the groups no more.
 
-        Threads that talk over this plane must have ended. Idempotent; never raises an error of the others.
+        A thread that is in a window ends it first. Idempotent; never raises an error of the others.
         """
         if self._leave.detach() is not None:
             leave(self.rounds, self._communicators, self.close_grace)
@@ -208,8 +213,7 @@ class DataPlane:
 
     def abandon(self) -> None:
         """Stop waiting for anybody, in any thread, now and later."""
-        for communicator in self._communicators:
-            communicator.abandon()
+        abandon(self.rounds, self._communicators)
 
 
 def _no_mesh(mesh: object) -> TypeError:

@@ -12,7 +12,8 @@ its stream, so that the windows of two streams never meet.
 
 from __future__ import annotations
 
-from collections import deque
+import threading
+from collections import Counter, deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -51,6 +52,10 @@ class Rounds:
         self._failure = (
             b""  # in words: an exception would hold the frames, and so the nodes, that it came through
         )
+        self._changed = threading.Condition()
+        self._inside: Counter[int] = Counter()  # how deep, by thread
+        self._shut = False
+        self._given_up = False
 
     @property
     def generation(self) -> int:
@@ -61,6 +66,53 @@ class Rounds:
     def is_open(self) -> bool:
         """Whether the other ranks expect another header from this one."""
         return self._open
+
+    def enter(self) -> None:
+        """This thread begins to work on windows, for which it talks to the others; it may enter again inside.
+
+        Raises:
+            Abandoned: `shut`: nothing more is said.
+        """
+        me = threading.get_ident()
+        with self._changed:
+            if self._shut and me not in self._inside and len(self._control.ranks) > 1:
+                raise Abandoned("this rank has left the others, and makes no more windows with them")
+            self._inside[me] += 1
+
+    def exit(self) -> None:
+        """What the last `enter` of this thread began has ended."""
+        me = threading.get_ident()
+        with self._changed:
+            self._inside[me] -= 1
+            if not self._inside[me]:
+                del self._inside[me]
+                self._changed.notify_all()
+
+    def shut(self, patience: float = 0.0) -> bool:
+        """Let no thread enter any more, and wait for those inside: a window that is begun must be ended before `leave`.
+
+        After `give_up` only for ``patience`` seconds.
+
+        Returns:
+            Whether no other thread is inside.
+        """
+        me = threading.get_ident()
+
+        def alone() -> bool:
+            return all(thread == me for thread in self._inside)
+
+        with self._changed:
+            self._shut = True
+            if not self._given_up:
+                self._changed.wait_for(lambda: alone() or self._given_up)
+                self._changed.wait_for(alone, patience)
+            return alone()
+
+    def give_up(self) -> None:
+        """Wait for nobody any more: the collectives of those inside have been abandoned."""
+        with self._changed:
+            self._given_up = True
+            self._changed.notify_all()
 
     def restart(self) -> None:
         """Leave the stream under way, if any, and begin the next generation."""
@@ -102,6 +154,8 @@ class Rounds:
 
     def fail(self, error: BaseException) -> None:
         """Remember why this rank is going to leave, for the header that tells the others."""
+        if self._shut:
+            return  # it leaves anyway
         self._failure = self._failure or self._describe(error)
 
     def leave(self) -> None:

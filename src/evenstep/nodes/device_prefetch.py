@@ -139,10 +139,11 @@ class DevicePrefetch(Stage[Any, Any]):
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
         """Go to ``initial_state``, or to the epoch after the last batch handed out."""
-        handed = self._handed_state
-        ahead = handed is not None and handed is not self._pulled_state
-        for state in epoch_after(handed) if initial_state is None and ahead else (initial_state,):
-            super().reset(state)
+        with self._turn.reset():
+            handed = self._handed_state
+            ahead = handed is not None and handed is not self._pulled_state
+            for state in epoch_after(handed) if initial_state is None and ahead else (initial_state,):
+                super().reset(state)
 
     def clear(self) -> None:
         """Drop the batches staged for the stream that is left; their copies end in the background."""

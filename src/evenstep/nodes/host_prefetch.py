@@ -52,17 +52,18 @@ class HostPrefetch(Stage[T, T]):
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
         """Go to ``initial_state``, or to the epoch after the last item handed out, however far the thread was."""
-        BaseNode.reset(self, initial_state)
-        handed_out, ahead, source = self._state, self._ahead, self.source
-        states: list[Any] = []
+        with self._turn.reset():
+            BaseNode.reset(self, initial_state)
+            handed_out, ahead, source = self._state, self._ahead, self.source
+            states: list[Any] = []
 
-        def move() -> None:
-            for state in epoch_after(handed_out) if initial_state is None and ahead else (initial_state,):
-                source.reset(state)
-            states.append(copy.deepcopy(source.state_dict()))
+            def move() -> None:
+                for state in epoch_after(handed_out) if initial_state is None and ahead else (initial_state,):
+                    source.reset(state)
+                states.append(copy.deepcopy(source.state_dict()))
 
-        self._producer.call(move)
-        self._state, self._ahead, self._stopped = states[0], False, None
+            self._producer.call(move)
+            self._state, self._ahead, self._stopped = states[0], False, None
 
     def get_state(self) -> dict[str, Any]:
         """The source's state at the last item handed out."""
@@ -75,6 +76,9 @@ class HostPrefetch(Stage[T, T]):
 
         An interrupt (Ctrl-C) while it waits loses nothing: call it again.
         """
+        return self._turn.pull(self._next)
+
+    def _next(self) -> T:
         if self._stopped is not None:
             raise self._stopped
         try:

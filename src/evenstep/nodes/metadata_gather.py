@@ -15,6 +15,7 @@ from evenstep.comm.plane import DataPlane
 from evenstep.errors import ConfigMismatch, RemoteRankError
 from evenstep.nodes.items import Counts, GatheredWindow, Place, Window
 from evenstep.nodes.stage import Stage
+from evenstep.nodes.turn import Turn
 
 __all__ = ["MetadataGather", "announce", "window_header"]
 
@@ -40,6 +41,7 @@ class MetadataGather(Stage[Window, GatheredWindow]):
     def __init__(self, source: BaseNode[Window], plane: DataPlane, *, uneven: str = "error") -> None:
         super().__init__(source)
         self.plane = plane
+        self._turn = Turn(plane.rounds)
         self.left_out: int = 0
         self._uneven = uneven
 

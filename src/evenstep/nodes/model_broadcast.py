@@ -64,10 +64,11 @@ class ModelBroadcast(Stage[Any, Any]):
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
         """Go to ``initial_state``, or to the epoch after the last batch handed out."""
-        handed = self._state
-        behind = handed is not None and handed is not self._pulled_state  # a peer's source never moves
-        for state in epoch_after(handed) if initial_state is None and behind else (initial_state,):
-            super().reset(state)
+        with self._turn.reset():
+            handed = self._state
+            behind = handed is not None and handed is not self._pulled_state  # a peer's source never moves
+            for state in epoch_after(handed) if initial_state is None and behind else (initial_state,):
+                super().reset(state)
 
     def clear(self) -> None:
         """The next message belongs to another stream, if this one has begun."""

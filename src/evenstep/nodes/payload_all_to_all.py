@@ -15,6 +15,7 @@ from evenstep.config import LoaderConfig
 from evenstep.nodes.items import GatheredWindow, PlannedBatch, RoutedBatch
 from evenstep.nodes.rows import MicroBatch
 from evenstep.nodes.stage import Stage, call, configured
+from evenstep.nodes.turn import Turn
 
 __all__ = ["PayloadAllToAll"]
 
@@ -43,6 +44,7 @@ class PayloadAllToAll(Stage[PlannedBatch, RoutedBatch]):
     ) -> None:
         super().__init__(source)
         self.plane = plane
+        self._turn = Turn(plane.rounds)
         self._config = configured(config, source)
         self._codec = PayloadCodec() if codec is None else codec
         shared = None if plane.payload is None else plane.payload.memory

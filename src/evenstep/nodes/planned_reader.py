@@ -21,6 +21,7 @@ from evenstep.nodes.read import make_fetcher
 from evenstep.nodes.rows import MicroBatch
 from evenstep.nodes.sample_seed import SeedKey
 from evenstep.nodes.stage import Stage, configured
+from evenstep.nodes.turn import Turn
 from evenstep.packing import LossCounter
 
 __all__ = ["PlannedReader"]
@@ -86,6 +87,7 @@ class PlannedReader(Stage[PlannedBatch, RoutedBatch]):
     ) -> None:
         super().__init__(source)
         self.plane = plane
+        self._turn = Turn(plane.rounds)
         self.dataset = dataset
         self.counts: Counts = Counts()
         config = configured(config, source)

@@ -22,6 +22,7 @@ from evenstep.nodes.items import GatheredWindow, Place, PlannedBatch
 from evenstep.nodes.known_windows import KnownWindows
 from evenstep.nodes.metadata_gather import MetadataGather
 from evenstep.nodes.stage import Stage, call, configured, upstream
+from evenstep.nodes.turn import Turn
 from evenstep.plan import Plan, plan_window, reference_layout
 
 __all__ = ["Planner"]
@@ -50,6 +51,7 @@ class Planner(Stage[Any, PlannedBatch]):
         super().__init__(source)
         config = configured(config, source)
         self.plane = plane
+        self._turn = Turn(plane.rounds)
         self.balances: deque[Balance] = deque()
         self.followed: bool = False
         self._kept = _KEPT_PLANS + (config.host_prefetch or 0) + config.device_prefetch
@@ -61,9 +63,10 @@ class Planner(Stage[Any, PlannedBatch]):
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
         """Go to ``initial_state``, or to the epoch after the last micro-batch handed out; its source is ahead of it."""
-        if initial_state is None and self._state is not None:
-            initial_state = next_epoch_state(self._state)
-        super().reset(initial_state)
+        with self._turn.reset():
+            if initial_state is None and self._state is not None:
+                initial_state = next_epoch_state(self._state)
+            super().reset(initial_state)
 
     def clear(self) -> None:
         """Forget the window under way."""

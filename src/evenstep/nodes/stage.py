@@ -10,6 +10,7 @@ from torchdata.nodes import BaseNode
 from evenstep.config import LoaderConfig
 from evenstep.errors import RemoteRankError, SampleError
 from evenstep.nodes.spans import Watched, watch
+from evenstep.nodes.turn import Turn
 
 __all__ = ["Stage", "call", "configured", "met_again", "nothing_lost", "upstream", "without_stages"]
 
@@ -35,16 +36,24 @@ class Stage(BaseNode[Out], Watched, Generic[In, Out]):
         super().__init__()  # type: ignore[no-untyped-call]  # torchdata leaves it without annotations
         self.source = source
         self._stopped: Exception | None = None
+        self._turn = Turn()
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
-        """Go to ``initial_state``, or to the epoch after the last item handed out."""
-        super().reset(initial_state)
-        self.clear()
-        self._stopped = None
-        self.source.reset(initial_state)
+        """Go to ``initial_state``, or to the epoch after the last item handed out.
+
+        It waits for an item that another thread has begun to make, which belongs to the stream that is left.
+        """
+        with self._turn.reset():
+            super().reset(initial_state)
+            self.clear()
+            self._stopped = None
+            self.source.reset(initial_state)
 
     def next(self) -> Out:
         """The next item; an end or an error, once met, is met again until `reset`."""
+        return self._turn.pull(self._next)
+
+    def _next(self) -> Out:
         if self._stopped is not None:
             raise self._stopped
         try:
@@ -62,6 +71,11 @@ class Stage(BaseNode[Out], Watched, Generic[In, Out]):
             if plane is not None:
                 plane.fail(error)
                 return
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the last item handed out."""
+        self._turn.note()
+        return super().state_dict()
 
     def get_state(self) -> dict[str, Any]:
         """The source's state: this stage adds nothing of its own."""

@@ -18,6 +18,7 @@ from evenstep.nodes.describe import Describer
 from evenstep.nodes.local_streams import PaddingRow
 from evenstep.nodes.stage import call
 from evenstep.nodes.streams import open_stream, pass_epoch_on
+from evenstep.nodes.turn import Turn
 from evenstep.plan import PackingConstraints
 from evenstep.samples import SampleMetadata
 
@@ -123,10 +124,15 @@ class StepBuilder(BaseNode[list[list[Any]]]):
         self._pulled = 0
         self._ended = False
         self._epoch: int | None = None
+        self._turn = Turn()
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
         """Begin the stream again, or go to ``initial_state``."""
-        super().reset(initial_state)
+        with self._turn.reset():
+            super().reset(initial_state)
+            self._go_to(initial_state)
+
+    def _go_to(self, initial_state: dict[str, Any] | None) -> None:
         self._waiting, self._handed, self._pulled, self._ended = [], set(), 0, False
         if initial_state is None:
             self._stream.begin(self._epoch)
@@ -167,6 +173,9 @@ class StepBuilder(BaseNode[list[list[Any]]]):
 
     def next(self) -> list[list[Any]]:
         """The next step."""
+        return self._turn.pull(self._next)
+
+    def _next(self) -> list[list[Any]]:
         mark = None
         if self._pulled > self._marks[-1][0] and not self._ended:
             mark = self._pulled, call("the source's state", self._stream.state)

@@ -26,7 +26,9 @@ def reads_ahead(node: object) -> bool:
         return False
     name = type(node).__name__
     # A stock Mapper is a ParallelMapper without workers.
-    return name == "Prefetcher" or (name == "ParallelMapper" and getattr(node, "num_workers", 1) > 0)
+    return name in ("PinMemory", "Prefetcher") or (
+        name == "ParallelMapper" and getattr(node, "num_workers", 1) > 0
+    )
 
 
 def bare(state: Any) -> Any:

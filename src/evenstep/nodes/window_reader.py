@@ -16,6 +16,7 @@ from evenstep.nodes.read import SampleReader
 from evenstep.nodes.spans import Watched, in_span
 from evenstep.nodes.stage import call
 from evenstep.nodes.streams import pass_epoch_on
+from evenstep.nodes.turn import Turn
 
 __all__ = ["WindowReader"]
 
@@ -60,14 +61,16 @@ class WindowReader(BaseNode[Window], Watched):
         self._allow_changed = allow_changed_dataset
         self._state: dict[str, Any] = {}
         self._fresh = True
+        self._turn = Turn()
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
         """Go to ``initial_state``, or to the epoch after the last item handed out."""
-        super().reset(initial_state)
-        if self.plane.rounds is not None:
-            self.plane.rounds.restart()
-        self.go_to(initial_state)
-        self._fresh = False
+        with self._turn.reset():
+            super().reset(initial_state)
+            if self.plane.rounds is not None:
+                self.plane.rounds.restart()
+            self.go_to(initial_state)
+            self._fresh = False
 
     @abstractmethod
     def go_to(self, state: dict[str, Any] | None) -> None:
@@ -80,12 +83,20 @@ class WindowReader(BaseNode[Window], Watched):
     @in_span
     def next(self) -> Window:
         """The next window."""
+        return self._turn.pull(self._next)
+
+    def _next(self) -> Window:
         place, read = self.take()
         window = call("reading", read)
         # The last window's state is the state after its step; "auto" cannot tell yet, and has one window a step.
         self._state = place.end_state() if not place.total else place.after(place.count, 0)
         self.counts += window.counts
         return window
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the last window handed out."""
+        self._turn.note()
+        return super().state_dict()
 
     def get_state(self) -> dict[str, Any]:
         """The state after the last window handed out."""
