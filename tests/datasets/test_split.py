@@ -188,3 +188,19 @@ def test_what_cannot_be_split() -> None:
 def test_pieces_that_are_not_there(index: int) -> None:
     with pytest.raises(IndexError, match=rf"^piece {index} of 2$"):
         SplitDocuments(Corpus([3]), 2)[index]
+
+
+@pytest.mark.parametrize("absolute", [False, True])
+@pytest.mark.parametrize("kind", [str, Path])
+def test_a_file_of_lengths_that_is_not_there(
+    absolute: bool, kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = str(tmp_path / "lengths.npy") if absolute else "lengths.npy"
+    where = "" if absolute else f" in {Path.cwd()}"
+    message = (
+        f"lengths are {name!r}, and there is no such file{where}: nobody knows how many pieces there are; pass the path of an "
+        f".npy file of lengths, `evenstep lengths MODULE:NAME -o {name}` writes one"
+    )
+    with pytest.raises(FileNotFoundError, match=f"^{re.escape(message)}$"):
+        SplitDocuments(Corpus([3]), 2, lengths=kind(name))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,6 +41,7 @@ class SplitDocuments:
 
     Raises:
         TypeError: Nobody says how long the documents are.
+        FileNotFoundError: There is no such file of lengths.
         ValueError: ``max_tokens`` is not positive, or the lengths are not those of the documents.
 
     Example:
@@ -78,6 +81,7 @@ class SplitDocuments:
         """Piece ``index``, with the fields of its document.
 
         Raises:
+            IndexError: There is no such piece; a negative index is none.
             ValueError: The document has another length than was said, or it has images, which belong to no piece alone.
         """
         if not 0 <= index < len(self):
@@ -125,7 +129,7 @@ def _lengths_of(dataset: Any, lengths: Any) -> npt.NDArray[np.int64]:
             "lengths=[len(document['input_ids']) for document in dataset], or the file that `evenstep lengths MODULE:NAME "
             "-o lengths.npy` writes"
         )
-    column = np.asarray(np.load(told) if isinstance(told, str) or hasattr(told, "__fspath__") else told)
+    column = np.asarray(_load(Path(told)) if isinstance(told, (str, os.PathLike)) else told)
     if column.ndim != 1 or (len(column) and column.dtype.kind not in "iu"):
         raise ValueError(
             f"lengths are {column.dtype} {list(column.shape)}, expected one integer per document, [n]"
@@ -140,3 +144,13 @@ def _lengths_of(dataset: Any, lengths: Any) -> npt.NDArray[np.int64]:
             f"document {int(column.argmin())} has {int(column.min())} tokens, expected at least 0"
         )
     return column.astype(np.int64)
+
+
+def _load(path: Path) -> Any:
+    if not path.exists():
+        where = "" if path.is_absolute() else f" in {Path.cwd()}"
+        raise FileNotFoundError(
+            f"lengths are {str(path)!r}, and there is no such file{where}: nobody knows how many pieces there are; pass the "
+            f"path of an .npy file of lengths, `evenstep lengths MODULE:NAME -o {path}` writes one"
+        )
+    return np.load(path, allow_pickle=False)

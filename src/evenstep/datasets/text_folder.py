@@ -74,10 +74,11 @@ class TextFolder:
         """Document ``index``: ``{"input_ids": int64 [length]}``.
 
         Raises:
+            IndexError: There is no such document; a negative index is none.
             ValueError: The file is not UTF-8, and a tokenizer needs text.
             TypeError: The tokenizer returned no token ids.
         """
-        file = self.files[index]
+        file = self._file(index)
         if self._encode is None:
             return _sample(np.frombuffer(file.read_bytes(), dtype=np.uint8))
         try:
@@ -114,9 +115,14 @@ class TextFolder:
         """Tokens ``begin`` to ``end`` of document ``index``; of bytes only these are read."""
         if self._encode is not None:
             return {"input_ids": self[index]["input_ids"][begin:end]}
-        with self.files[index].open("rb") as file:
+        with self._file(index).open("rb") as file:
             file.seek(begin)
             return _sample(np.frombuffer(file.read(end - begin), dtype=np.uint8))
+
+    def _file(self, index: int) -> Path:
+        if not 0 <= index < len(self.files):
+            raise IndexError(f"document {index} of {len(self.files)}")
+        return self.files[index]
 
 
 def _files(root: Path, pattern: str) -> list[Path]:
