@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from evenstep import LoaderConfig, RemoteRankError, StepSampler, build_loader
 from evenstep.datasets import SplitDocuments, TextFolder
 
 
@@ -75,8 +76,31 @@ def test_a_file_that_grew_is_noticed(folder: Path) -> None:
     pieces = SplitDocuments(TextFolder(folder), 3)
     (folder / "b.txt").write_text("zwei!")
     assert bytes(pieces[3]["input_ids"].tolist()) == b"zwe"
-    with pytest.raises(ValueError, match=r"^document 1 has not 4 tokens, its length says 4: "):
+    message = (
+        "document 1 has not 4 tokens, its length says 4: its pieces would miss tokens; the lengths are of another version of "
+        f"the dataset, find them anew ({folder / 'b.txt'})"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         pieces[4]
+
+
+@pytest.mark.parametrize("error", [KeyError("ß"), StopIteration(), OverflowError("too long")])
+def test_the_file_that_a_tokenizer_fails_on_is_named_up_to_the_loop(error: Exception, folder: Path) -> None:
+    def encode(text: str) -> list[int]:
+        if "ß" in text:
+            raise error
+        return [1]
+
+    message = f"encode failed on {folder / 'a' / 'z.txt'}: {type(error).__name__}: {error}"
+    with pytest.raises(RuntimeError, match=f"^{re.escape(message)}$") as caught:
+        TextFolder(folder, encode)[0]
+    assert caught.value.__cause__ is error
+    sampler = StepSampler(3, global_batch_size=3)
+    with (
+        build_loader(TextFolder(folder, encode), None, LoaderConfig(seq_len=8), sampler=sampler) as loader,
+        pytest.raises(RemoteRankError, match=f"^.*sample 0: .*{re.escape(message)}.*$"),
+    ):
+        next(iter(loader))
 
 
 def test_refusals(folder: Path) -> None:

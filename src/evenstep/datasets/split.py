@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from evenstep.datasets.text_folder import TextFolder
 from evenstep.packing import slice_sample
 from evenstep.packing.fields import NOT_PER_TOKEN
 
@@ -92,7 +93,7 @@ class SplitDocuments:
             # The last piece asks for one token more, so that a document that has grown is noticed.
             sample = self.dataset.read(document, begin, end + (end == known))
             if len(sample["input_ids"]) != end - begin:
-                raise _other_length(document, f"not {known} tokens", known)
+                raise self._other_length(document, f"not {known} tokens", known)
             return sample
         sample = self.dataset[document]
         if not isinstance(sample, Mapping) or "input_ids" not in sample:
@@ -100,7 +101,7 @@ class SplitDocuments:
                 f"document {document} is a {type(sample).__name__} without 'input_ids': there is nothing to split"
             )
         if len(sample["input_ids"]) != known:
-            raise _other_length(document, f"{len(sample['input_ids'])} tokens", known)
+            raise self._other_length(document, f"{len(sample['input_ids'])} tokens", known)
         if known <= self.max_tokens:
             return sample
         images = sorted(NOT_PER_TOKEN & sample.keys())
@@ -111,12 +112,12 @@ class SplitDocuments:
             )
         return slice_sample(sample, begin, end)
 
-
-def _other_length(document: int, found: str, known: int) -> ValueError:
-    return ValueError(
-        f"document {document} has {found}, its length says {known}: its pieces would miss tokens; the lengths are of another "
-        "version of the dataset, find them anew"
-    )
+    def _other_length(self, document: int, found: str, known: int) -> ValueError:
+        file = f" ({self.dataset.files[document]})" if isinstance(self.dataset, TextFolder) else ""
+        return ValueError(
+            f"document {document} has {found}, its length says {known}: its pieces would miss tokens; the lengths are of "
+            f"another version of the dataset, find them anew{file}"
+        )
 
 
 def _lengths_of(dataset: Any, lengths: Any) -> npt.NDArray[np.int64]:

@@ -77,6 +77,7 @@ class TextFolder:
             IndexError: There is no such document; a negative index is none.
             ValueError: The file is not UTF-8, and a tokenizer needs text.
             TypeError: The tokenizer returned no token ids.
+            RuntimeError: The tokenizer failed; its error is the cause.
         """
         file = self._file(index)
         if self._encode is None:
@@ -88,7 +89,10 @@ class TextFolder:
                 f"{file} is not UTF-8 ({error.reason} at byte {error.start}): it would become other text; convert it, or "
                 "leave encode away to train on bytes"
             ) from None
-        ids = self._encode(text)
+        try:
+            ids = self._encode(text)
+        except Exception as error:
+            raise RuntimeError(f"encode failed on {file}: {type(error).__name__}: {error}") from error
         tokens = np.asarray(ids)
         if tokens.ndim != 1 or (len(tokens) and tokens.dtype.kind not in "iu"):
             raise TypeError(
