@@ -25,3 +25,15 @@ def test_an_error_survives_pickling_and_copying(error: Exception) -> None:
         assert type(twin) is type(error)
         assert str(twin) == str(error)
         assert vars(twin) == vars(error)
+
+
+def test_a_cause_that_is_left_behind_is_still_named() -> None:
+    error = SampleError("sample 7: OSError: no disk", 7)
+    error.__cause__ = OSError("no disk")
+    twin = pickle.loads(pickle.dumps(error))
+    assert (twin.error_type, twin.error_message, twin.__cause__) == ("OSError", "no disk", None)
+    assert error.error_type == ""
+    error.__cause__ = TimeoutError()
+    told = SampleError("sample 7: no disk", 7, rank=3, error_type="OSError", error_message="no disk")
+    told.__cause__ = error
+    assert vars(pickle.loads(pickle.dumps(told))) == vars(told)

@@ -59,8 +59,11 @@ class SampleError(RemoteRankError):
         )
 
     def __reduce__(self) -> tuple[type[SampleError], tuple[str, int], dict[str, object]]:
-        """Whole across processes; an exception keeps only its positional arguments by itself."""
-        return type(self), (str(self), self.sample), self.__dict__
+        """Whole across processes, where an exception keeps neither its keywords nor its cause by itself."""
+        state = dict(self.__dict__)
+        if self.__cause__ is not None and not self.error_type:
+            state.update(error_type=type(self.__cause__).__name__, error_message=str(self.__cause__))
+        return type(self), (str(self), self.sample), state
 
 
 class StateMismatch(ValueError):  # noqa: N818 - the name is public API

@@ -9,17 +9,25 @@ from evenstep.errors import RemoteRankError, SampleError
 __all__ = ["describe_error", "remote_error"]
 
 _ERROR_BYTES = 4096  # of an error message, so that a monstrous one cannot stop the ranks a second time
+_TRACEBACKS = ("_RemoteTraceback", "RemoteTraceback")  # of concurrent.futures and multiprocessing
 
 
 def describe_error(error: BaseException, rank: int) -> bytes:
     """An error as the others will tell it: where it first happened, in its own words."""
     sample = None
     if isinstance(error, SampleError):
-        sample, error = error.sample, error.__cause__ or error
+        sample = error.sample
+        # Another process sends an error without its cause: what stands in its place there is a traceback as text.
+        if error.__cause__ is not None and type(error.__cause__).__name__ not in _TRACEBACKS:
+            error = error.__cause__
     told = {"rank": rank, "type": type(error).__name__, "message": str(error), "sample": sample}
-    if isinstance(error, RemoteRankError) and error.error_type and error.rank >= 0:
+    if (
+        isinstance(error, RemoteRankError)
+        and error.error_type
+        and (error.rank >= 0 or isinstance(error, SampleError))
+    ):
         told = {
-            "rank": error.rank,
+            "rank": error.rank if error.rank >= 0 else rank,
             "type": error.error_type,
             "message": error.error_message,
             "sample": error.sample,
