@@ -32,9 +32,15 @@ def reads_ahead(node: object) -> bool:
 
 
 def bare(state: Any) -> Any:
-    """The cursor of a state that is nothing more; else the state as it is."""
-    inner = _transparent(state) if isinstance(state, Mapping) else None
-    return dict(state) if inner is None else bare(inner)
+    """The cursor of a state that is nothing more; else the state as it is, but for what the stock Loader puts around it."""
+    inner, whole = state, state
+    while isinstance(inner, Mapping):
+        if set(inner) == {"root", "num_yielded"}:
+            whole = inner["root"]
+        if (below := _transparent(inner)) is None:
+            break
+        inner = below
+    return dict(inner if isinstance(inner, Mapping) and "consumed_samples" in inner else whole)
 
 
 def wrapped_like(root: BaseNode[Any], state: dict[str, Any]) -> dict[str, Any]:
