@@ -122,13 +122,24 @@ def _swap_for_room(weights: Int, row: Int, free: Int, sample: int) -> bool:
     """Swap a sample of the emptiest rows for a smaller one elsewhere, so that ``sample`` fits there."""
     need = weights[:, sample]
     placed = np.flatnonzero(row >= 0)
+    if not len(placed):
+        return False
+    taken, at = weights[:, placed], row[placed]
+    least, held = taken.min(axis=1), free[:, at] + taken
     for home in np.argsort(-free[0], kind="stable")[:16].tolist():
-        for other in placed[row[placed] == home].tolist():
-            # `smaller` comes here, `other` goes there: both rows must hold.
-            room = free[:, home] + weights[:, other] - need
-            fits = (weights[:, placed] <= room[:, None]).all(axis=0)
-            fits &= (free[:, row[placed]] + weights[:, placed] >= weights[:, other, None]).all(axis=0)
-            fits &= row[placed] != home
+        # `smaller` comes here, `other` goes there: both rows must hold.
+        others = placed[at == home]
+        room = free[:, home, None] + weights[:, others] - need[:, None]
+        tried: set[bytes] = set()
+        for k in np.flatnonzero((room >= least[:, None]).all(axis=0)).tolist():
+            other = int(others[k])
+            kind = weights[:, other].tobytes()
+            if kind in tried:
+                continue
+            tried.add(kind)
+            fits = (taken <= room[:, k, None]).all(axis=0)
+            fits &= (held >= weights[:, other, None]).all(axis=0)
+            fits &= at != home
             if fits.any():
                 smaller = int(placed[int(fits.argmax())])
                 away = int(row[smaller])
