@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from evenstep.cost import LinearQuadraticCost
 from evenstep.demo import add_arguments, command, run
 from evenstep.demo.settings import Settings
 
@@ -85,4 +86,18 @@ def test_when_the_clock_says_nothing(ranks: int, quick: bool, reason: str, tmp_p
 def test_everything_that_is_left_on_disk_is_named() -> None:
     assert command._results(Settings(ranks=2, out=Path("there")), 61.7) == (
         "there/: balance.png, summary.json, ledger.jsonl, checkpoint.pt, lengths.npy, tokens/ (62 s)"
+    )
+
+
+def test_the_steps_after_the_stop_are_explained(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    comparison = command.Comparison(cost=LinearQuadraticCost(1.0, 1.0), reference=[], balanced=[], given_up=2)
+    answers: dict[int, object] = {2: comparison, 4: []}
+    monkeypatch.setattr(command, "launch", lambda ranks, *_: answers[ranks])
+    command._train(Settings.quick(ranks=2, out=tmp_path))
+    assert capsys.readouterr().out.endswith(
+        "\nStopped after 2 of 4 micro-batches of step 2; going on with 4 ranks\n"
+        "  (the same samples and losses as if it had never stopped, see below; more ranks share this machine, so that their "
+        "seconds do not compare)\n"
     )

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenstep.trace import merge
-from evenstep.trace.picture import _lanes, first_window, own_time
+from evenstep.trace.picture import _lanes, draw, first_window, own_time, seen
 
 
 def span(rank: int, begin: float, end: float, name: str = "pack") -> dict[str, Any]:
@@ -113,3 +113,38 @@ def test_the_picture_begins_with_the_first_whole_window() -> None:
     without = {"traceEvents": spans[:2]}
     assert first_window(without) == 0
     assert _lanes(without, 0)[0] == {(0, True, 1): [("wait", 0, 20), ("train", 20, 50)]}
+
+
+def test_stages_that_cannot_be_seen_are_none() -> None:
+    long, short = ("train", 0.0, 2000.0), ("pin", 3.0, 3.9)
+    assert seen([[long], [short]]) == {"train"}
+    assert seen([[long], [("pin", 3.0, 4.0)]]) == {"train", "pin"}
+    often = [("copy", 10.0 * k, 10.0 * k + 0.5) for k in range(200)]
+    assert seen([[long], often[:39]]) == {"train"}
+    assert seen([[long], often[:40]]) == {"train", "copy"}
+    assert seen([[long], often[:20], often[20:40]]) == {"train"}  # it is a lane that must show it
+    assert seen([]) == seen([[]]) == set()
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(0, 10)), min_size=1))
+def test_what_takes_longest_is_seen(spans: list[tuple[str, float]]) -> None:
+    # A lane of three stages that is never idle: one of them has a third of it.
+    pieces, now = [], 0.0
+    for name, length in spans:
+        pieces.append((name, now, now + length))
+        now += length
+    total = {name: sum(end - begin for other, begin, end in pieces if other == name) for name, _, _ in pieces}
+    assert max(total, key=lambda name: total[name]) in seen([pieces])
+
+
+def test_the_legend_names_what_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figure = pytest.importorskip("matplotlib.figure")
+    legends: list[list[str]] = []
+
+    def savefig(self: Any, _path: Path) -> None:
+        legends.append([text.get_text() for text in self.axes[0].get_legend().get_texts()])
+
+    monkeypatch.setattr(figure.Figure, "savefig", savefig)
+    spans = [span(0, 0, 9000, "train"), span(1, 0, 4000, "pack"), span(1, 4000, 4001, "pin")]
+    draw(tmp_path / "picture.png", {"traceEvents": spans})
+    assert legends == [["pack", "train"]]

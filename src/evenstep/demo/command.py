@@ -122,7 +122,10 @@ def _train(settings: Settings) -> tuple[Comparison, list[StepRecord]]:
     assert comparison is not None, "rank 0 has the result"
     print(
         f"\nStopped after {comparison.given_up} of {settings.micro_batches} micro-batches of step "
-        f"{settings.compared_steps}; going on with {settings.resumed_ranks} ranks"
+        f"{settings.compared_steps}; going on with {settings.resumed_ranks} ranks\n"
+        "  (the same samples and losses as if it had never stopped, see below; more ranks share this machine, so that their "
+        "seconds do not compare)",
+        flush=True,
     )
     resumed = launch(settings.resumed_ranks, resume, settings, comparison.cost)
     for record in resumed:

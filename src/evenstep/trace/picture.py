@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["draw", "own_time"]
+__all__ = ["draw", "own_time", "seen"]
 
 # In the order of a micro-batch's way; spans of the loop itself follow in shades of grey.
 STAGES = {
@@ -28,6 +29,7 @@ STAGES = {
 }
 _GREYS = ("#c9d0d6", "#8a96a1", "#5d6872")
 _INK = "#1d2b36"
+_LINE, _SHARE = 2000, 100  # of the picture: what is narrower, or less in all, is not seen
 
 
 def draw(path: Path, trace: dict[str, Any]) -> None:
@@ -59,7 +61,7 @@ def draw(path: Path, trace: dict[str, Any]) -> None:
                 panel.axhline(row - 0.5, color=_INK, linewidth=0.8)
         panel.set_yticks(range(len(lanes)), [names[lane] for lane in sorted(lanes)])
         panel.set_ylim(len(lanes) - 0.5, -0.5)
-        _finish(panel, colors)
+        _finish(panel, {name: color for name, color in colors.items() if name in seen(lanes.values())})
         figure.savefig(path)
     finally:
         plt.close(figure)
@@ -101,6 +103,24 @@ def own_time(spans: list[tuple[str, float, float]]) -> list[tuple[str, float, fl
         until(under_way[-1][1])
         under_way.pop()
     return pieces
+
+
+def seen(lanes: Iterable[list[tuple[str, float, float]]]) -> set[str]:
+    """The names that can be seen in the picture, of pieces by lane: once as wide as a line, or often enough.
+
+    Most stages pass a micro-batch on in microseconds: in the legend they would be looked for in vain.
+    """
+    held = list(lanes)
+    whole = max((end for pieces in held for _, _, end in pieces), default=0.0)
+    names: set[str] = set()
+    for pieces in held:
+        total: dict[str, float] = defaultdict(float)
+        for name, begin, end in pieces:
+            total[name] += end - begin
+            if (end - begin) * _LINE >= whole:
+                names.add(name)
+        names.update(name for name, time in total.items() if time * _SHARE >= whole)
+    return names
 
 
 Lane = tuple[int, bool, int]  # rank, whether it is behind the training loop's, thread
