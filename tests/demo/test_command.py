@@ -8,6 +8,7 @@ import pytest
 
 from evenstep.cost import LinearQuadraticCost
 from evenstep.demo import add_arguments, command, run
+from evenstep.demo.compare import Comparison
 from evenstep.demo.settings import Settings
 
 
@@ -92,7 +93,7 @@ def test_everything_that_is_left_on_disk_is_named() -> None:
 def test_the_steps_after_the_stop_are_explained(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    comparison = command.Comparison(cost=LinearQuadraticCost(1.0, 1.0), reference=[], balanced=[], given_up=2)
+    comparison = Comparison(cost=LinearQuadraticCost(1.0, 1.0), reference=[], balanced=[], given_up=2)
     answers: dict[int, object] = {2: comparison, 4: []}
     monkeypatch.setattr(command, "launch", lambda ranks, *_: answers[ranks])
     command._train(Settings.quick(ranks=2, out=tmp_path))
