@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenstep.comm.communicator import Communicator, SoloCommunicator
+from evenstep.comm.communicator import Abandoned, Communicator, SoloCommunicator
 from evenstep.comm.gather_bytes import gather_bytes
 from evenstep.comm.header import CLOSING, EXHAUSTED, FAILED, OK, Header
 from evenstep.comm.plane import DataPlane
@@ -354,3 +354,52 @@ def test_another_stream_of_one_process_may_begin_while_this_one_talks() -> None:
 
     rounds = Rounds(Overtaken())
     assert rounds.begin(Header(OK))[0].status == OK
+
+
+def test_who_shuts_the_conversation_waits_for_the_thread_inside_and_lets_none_in() -> None:
+    def work(plane: DataPlane) -> tuple[bool, bool, str]:
+        rounds, inside, may_end = rounds_of(plane), threading.Event(), threading.Event()
+        ended: list[bool] = []
+
+        def makes_a_window() -> None:
+            rounds.enter()
+            inside.set()
+            assert may_end.wait(10)
+            rounds.enter()  # who is inside goes on
+            rounds.exit()
+            ended.append(True)
+            rounds.exit()
+
+        thread = threading.Thread(target=makes_a_window)
+        thread.start()
+        assert inside.wait(10)
+        threading.Timer(0.1, may_end.set).start()
+        alone = rounds.shut()
+        with pytest.raises(Abandoned) as caught:
+            rounds.enter()
+        thread.join(10)
+        return alone, bool(ended), str(caught.value)
+
+    told = "this rank has left the others, and makes no more windows with them"
+    assert outcomes(work) == [(True, True, told)] * 2
+
+
+def test_who_gives_up_does_not_wait_for_a_thread_that_hangs() -> None:
+    rounds, inside, may_end = Rounds(SoloCommunicator()), threading.Event(), threading.Event()
+
+    def hangs() -> None:
+        rounds.enter()
+        inside.set()
+        assert may_end.wait(10)
+        rounds.exit()
+
+    thread = threading.Thread(target=hangs)
+    thread.start()
+    assert inside.wait(10)
+    rounds.give_up()
+    assert rounds.shut(60.0) is False
+    may_end.set()
+    thread.join(10)
+    assert rounds.shut() is True
+    rounds.enter()  # alone, there is nobody to leave: another loader may use the plane
+    rounds.exit()
