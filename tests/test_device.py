@@ -168,6 +168,44 @@ def test_pinning_leaves_alone_what_has_no_bytes_on_the_host(monkeypatch: pytest.
     assert all(out[name] is batch[name] for name in ("meta", "sparse", "host", "s"))
 
 
+@pytest.mark.usefixtures("pins_without_device")
+class TestPinningOfTensors:
+    @pytest.mark.parametrize(
+        "tensor",
+        [
+            torch.arange(5).expand(3, 5),
+            torch.arange(3).view(3, 1).expand(3, 5),
+            torch.arange(1).expand(4),
+            torch.arange(12).view(3, 4)[:, ::2],
+            torch.arange(5).unfold(0, 3, 1),
+            torch.empty(0, 4),
+            torch.empty(4, 0).expand(2, 4, 0),
+            torch.arange(3)[1],
+        ],
+        ids=lambda tensor: f"{tuple(tensor.shape)}-{tensor.stride()}",
+    )
+    def test_any_strides_are_pinned_as_one_stretch(self, tensor: torch.Tensor) -> None:
+        pinned = pin_batch({"x": tensor})["x"]
+        assert torch.equal(pinned, tensor)
+        assert pinned.dtype is tensor.dtype
+        assert pinned.is_contiguous()
+        assert pinned.is_pinned() == (tensor.numel() > 0)
+
+    @pytest.mark.parametrize(
+        "tensor", [torch.arange(12).view(3, 4).T, torch.arange(24).view(2, 3, 4).permute(2, 0, 1)]
+    )
+    def test_dense_tensors_keep_their_strides(self, tensor: torch.Tensor) -> None:
+        pinned = pin_batch(tensor)
+        assert torch.equal(pinned, tensor)
+        assert pinned.stride() == tensor.stride()
+        assert pinned.is_pinned()
+
+    def test_a_view_of_pinned_memory_that_repeats_it_is_pinned_anew(self) -> None:
+        pinned = pin_batch(torch.arange(5))
+        assert pin_batch(pinned) is pinned
+        assert pin_batch(pinned.expand(3, 5)).is_contiguous()
+
+
 class TestDeviceMemory:
     @pytest.fixture
     def recorded(self, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Any]]:

@@ -64,6 +64,8 @@ def source(size: int, nbytes: int = 4 * MIB) -> Positions:
             "ids": torch.full((nbytes // 8,), position),
             "pair": Pair(torch.full((3, 2), position, dtype=torch.bfloat16).T, "n"),
             "lengths": torch.tensor([position], dtype=torch.int32),
+            "repeated": torch.full((5,), position).expand(3, 5),  # as position_ids often are
+            "gaps": torch.full((3, 4), position)[:, ::2],
             "empty": torch.empty(0, 4),
             "info": BatchInfo(position, 0, 1, True, 1, 1, 0, None, None),
         }
@@ -89,8 +91,10 @@ def correctness(acc: Accelerator) -> Iterator[Row]:
             kept.append((position, batch["ids"] * 1, batch))
         ok &= len(kept) == 20
         for position, product, batch in kept:  # kept batches stay valid, whatever was copied since
-            for tensor in (product, batch["ids"], batch["pair"].x):
+            for tensor in (product, batch["ids"], batch["pair"].x, batch["repeated"], batch["gaps"]):
                 ok &= bool((tensor == position).all())
+            ok &= batch["repeated"].shape == (3, 5) and batch["empty"].shape == (0, 4)
+            ok &= batch["pair"].x.stride() == (1, 2)  # the strides of a transposed tensor are kept
         node.close()
         host.close()
         yield f"values, types and kept batches, depth {depth}", ok, "20 batches of 4 MiB"
@@ -126,7 +130,8 @@ def broadcast(acc: Accelerator) -> Iterator[Row]:
             ok &= len(batches) == 6
             for position, batch in enumerate(batches):
                 ok &= batch["ids"].device == acc.device and batch["lengths"].device.type == "cpu"
-                ok &= bool((batch["ids"] == position).all()) and bool((batch["pair"].x == position).all())
+                for tensor in (batch["ids"], batch["pair"].x, batch["repeated"]):
+                    ok &= bool((tensor == position).all())
                 ok &= batch["info"].step == position and batch["empty"].shape == (0, 4)
         yield f"broadcast {where}", ok, "3 ranks, 6 batches"
 

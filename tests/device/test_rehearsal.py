@@ -82,11 +82,9 @@ class Module:
 
 
 @pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def script(monkeypatch: pytest.MonkeyPatch, pins_without_device: None) -> ModuleType:
     module = Module()
     monkeypatch.setattr(torch, "get_device_module", lambda _: module)
-    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
-    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: tensor.numel() > 0)
     for user in (
         evenstep.device.streams,
         evenstep.nodes.device_prefetch,

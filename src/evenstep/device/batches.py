@@ -25,11 +25,23 @@ def pin_batch(batch: Any, cpu_fields: Collection[str] = ()) -> Any:
         if is_under(path, cpu_fields):
             return leaf
         if isinstance(leaf, torch.Tensor):
-            ordinary = leaf.device.type == "cpu" and leaf.layout == torch.strided
-            return leaf.pin_memory() if ordinary and not leaf.is_pinned() else leaf
+            return _pin_tensor(leaf) if leaf.device.type == "cpu" and leaf.layout == torch.strided else leaf
         return leaf.pin_memory() if has(leaf, "pin_memory") else leaf
 
     return map_leaves(pin, batch, opaque=does("pin_memory"))
+
+
+def _pin_tensor(leaf: torch.Tensor) -> torch.Tensor:
+    # pin_memory() keeps strides, so it fails where elements share memory (expand()). From memory with gaps the copy to
+    # the device would go through a pageable one, for which the host waits.
+    packed = leaf if _is_dense(leaf) else leaf.contiguous()
+    return packed if packed.is_pinned() else packed.pin_memory()
+
+
+def _is_dense(leaf: torch.Tensor) -> bool:
+    """Whether the elements fill one stretch of memory, each its own place, in any order of the dimensions."""
+    # Of such tensors alone, empty_like keeps the strides.
+    return leaf.is_contiguous() or torch.empty_like(leaf, device="meta").stride() == leaf.stride()
 
 
 def to_device(batch: Any, device: Any, cpu_fields: Collection[str] = ()) -> Any:
