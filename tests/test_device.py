@@ -122,6 +122,18 @@ def test_a_field_name_is_a_path_not_a_prefix() -> None:
     assert (moved["x"].is_meta, moved["xs"].is_meta, moved["y"]["x"].is_meta) == (False, True, False)
 
 
+def test_the_host_waits_for_no_copy_of_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, told = torch.Tensor.to, []
+
+    def to(tensor: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        told.append((*args, options))
+        return real(tensor, *args, **options)
+
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    to_device({"x": torch.ones(2), "deep": [torch.zeros(1)]}, "meta")
+    assert told == [("meta", {"non_blocking": True})] * 2
+
+
 class OnlyTo:
     """An object of the ecosystem whose to() takes the device alone, and which says nothing of its tensors."""
 
@@ -242,6 +254,13 @@ class TestDeviceMemory:
         del a, view, product
         memory.give_up("t")
         assert recorded[3:] == [(4, "t")]
+
+    def test_fields_that_stay_on_the_host_are_none_of_its_business(
+        self, recorded: list[tuple[int, Any]]
+    ) -> None:
+        x, kept = torch.empty(1, device="meta"), torch.empty(2, device="meta")
+        DeviceMemory({"x": x, "deep": {"kept": kept}}, ("deep.kept",)).give_up("s")
+        assert recorded == [(1, "s")]
 
     def test_without_a_way_to_count_all_memory_counts_as_held(
         self, recorded: list[tuple[int, Any]], monkeypatch: pytest.MonkeyPatch

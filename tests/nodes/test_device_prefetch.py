@@ -175,6 +175,87 @@ def test_waiting_for_the_prefetch_stages_nothing_and_drops_nothing() -> None:
     assert positions(node) == [(0, 1), (0, 2), (0, 3), (0, 4)]
 
 
+def test_waiting_for_the_prefetch_leaves_alone_what_has_become_ready() -> None:
+    device = SimulatedDevice()
+    source = Positions(on(device), ready=[False])
+    node = DevicePrefetch(source, device, 2)
+    next(node)
+    node.wait_for_prefetch()
+    assert source.pulls == 1
+    node.prefetch()
+    assert source.pulls == 3
+
+
+def test_a_reset_lets_go_of_the_host_batch() -> None:
+    node, _ = build(SimulatedDevice())
+    next(node)
+    node.reset()
+    assert node.last_host_batch is None
+
+
+class OneDict(BaseNode[int]):
+    """Answers with the dict that it goes on changing, as sources outside this package may."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torchdata has no types
+        self.state: dict[str, Any] = {"at": {"position": 0}}
+
+    def reset(self, initial_state: dict[str, Any] | None = None) -> None:
+        super().reset(initial_state)
+        self.state["at"]["position"] = 0 if initial_state is None else initial_state["at"]["position"]
+
+    def next(self) -> int:
+        self.state["at"]["position"] += 1
+        return int(self.state["at"]["position"])
+
+    def get_state(self) -> dict[str, Any]:
+        return self.state
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_a_state_stands_though_its_source_goes_on_changing_it(depth: int) -> None:
+    node = DevicePrefetch(OneDict(), SimulatedDevice(), depth)
+    node.prefetch()
+    assert node.state_dict() == {"at": {"position": 0}}
+    for position in (1, 2, 3):
+        assert next(node) == position
+        assert node.state_dict() == {"at": {"position": position}}
+
+
+class Unmovable:
+    def to(self, _: Any, **__: Any) -> Any:
+        raise MemoryError("no room")
+
+
+def test_what_a_failed_copy_has_begun_to_read_is_held() -> None:
+    device = SimulatedDevice(bytes_per_second=10)
+    node = DevicePrefetch(
+        Positions(lambda at: {**on(device)(at), "y": Unmovable() if at[1] == 1 else None}), device
+    )
+    next(node)
+    node.reset()  # drops the error, whose traceback has the batch
+    device.check()
+    device.synchronize()
+    node.close()
+    device.check()
+
+
+def test_a_slot_comes_back_behind_the_stream_that_used_its_batch_last() -> None:
+    device = SimulatedDevice(bytes_per_second=1e6)
+    node, _ = build(device, 1)
+    other = device.new_stream()
+    batch = next(node)
+    with device.on(other):  # from here on the loop runs on another stream
+        arrived = device.new_event()
+        arrived.record(device.streams[0])
+        other.wait_event(arrived)
+        device.compute(1.0, batch["x"])
+        del batch
+        for _ in range(3):
+            next(node)
+    device.check()
+
+
 def test_close_lets_go_of_host_memory_only_when_it_is_read() -> None:
     device = SimulatedDevice(bytes_per_second=10)
     node, _ = build(device, 2)
