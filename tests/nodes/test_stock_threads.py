@@ -141,7 +141,7 @@ STORIES = st.builds(
 )
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(STORIES)
 def test_every_rank_gets_the_batches_of_a_loader_without_threads(story: Story) -> None:
     """Over epochs, wherever a state is loaded or the loader is left: windows of two streams never meet."""
