@@ -8,6 +8,7 @@ from typing import Any
 from torchdata.nodes import BaseNode
 
 from evenstep.comm.plane import DataPlane
+from evenstep.device.uploads import Uploads
 from evenstep.nodes.stage import Stage
 from evenstep.packing import Shard, Sharding
 
@@ -16,6 +17,10 @@ __all__ = ["ContextShard"]
 
 class ContextShard(Stage[Any, Any]):
     """Cuts this rank's slices out of each batch, on the device where they are, without waiting for it.
+
+    Also where ``unit="document"`` finds the boundaries in ``cpu_fields``: they are copied behind what the device has yet
+    to do. The host waits only for boundaries that are on the device while a field that they divide is in
+    ``cpu_fields``; put ``"cu_seqlens_padded"`` there too.
 
     Stands behind `ModelBroadcast`, on every rank. Boundaries and all fields that are not divided stay what they are on
     every rank: they describe the padded whole, which is what ring and gathering attention ask for.
@@ -34,7 +39,8 @@ class ContextShard(Stage[Any, Any]):
     def __init__(self, source: BaseNode[Any], plane: DataPlane, shard: Mapping[str, Shard | None]) -> None:
         super().__init__(source)
         self._sharding = Sharding.of(shard, plane.topology.model_coordinate)
+        self._bring = Uploads()
 
     def produce(self) -> Any:
         """This rank's part of the next batch."""
-        return self._sharding.slice(next(self.source))
+        return self._sharding.slice(next(self.source), self._bring)

@@ -141,30 +141,39 @@ class Sharding:
             return lengthen(before, batch, batch[TOKENS].shape[main.dim])
         return batch
 
-    def slice(self, batch: Any) -> Any:
-        """This rank's part of a batch whose units are padded; nothing waits for a device.
+    def slice(
+        self, batch: Any, bring: Callable[[torch.Tensor, torch.device], torch.Tensor] = torch.Tensor.to
+    ) -> Any:
+        """This rank's part of a batch whose units are padded; nothing but ``bring`` can wait for a device.
+
+        Args:
+            batch: The whole.
+            bring: Copies boundaries to the device of a field that is divided by document, where they are not there.
 
         Raises:
             ValueError: A named field is missing, or its length is no multiple of the divisor.
         """
         chosen = self._chosen(batch)
-        index: torch.Tensor | None = None  # the same for all fields that are divided by document
+        indices: dict[torch.device, torch.Tensor] = {}  # the same for all fields that are divided by document
         length = 0
 
         def cut(path: str, leaf: Any) -> Any:
-            nonlocal index, length
+            nonlocal length
             shard = chosen.get(path)
             if shard is None:
                 return leaf
             part, parts = self.parts[shard.mesh_dim]
             if shard.unit == "row":
                 return shard_tensor(leaf, shard.dim, part, parts, shard.mode)
-            if index is None:
+            if not indices:
                 length = leaf.shape[shard.dim]
-                index = shard_indices(length, part, parts, shard.mode, boundaries_of(batch))
             if leaf.shape[shard.dim] != length:
                 raise other_length(path, leaf.shape[shard.dim], length)
-            return leaf.index_select(shard.dim, index.to(leaf.device))
+            if leaf.device not in indices:
+                bounds = boundaries_of(batch)
+                here = bounds if bounds.device == leaf.device else bring(bounds, leaf.device)
+                indices[leaf.device] = shard_indices(length, part, parts, shard.mode, here)
+            return leaf.index_select(shard.dim, indices[leaf.device])
 
         return map_leaves(cut, batch)
 
