@@ -142,13 +142,14 @@ class Sharding:
         return batch
 
     def slice(
-        self, batch: Any, bring: Callable[[torch.Tensor, torch.device], torch.Tensor] = torch.Tensor.to
+        self, batch: Any, bring: Callable[[torch.Tensor, torch.device], torch.Tensor] | None = None
     ) -> Any:
-        """This rank's part of a batch whose units are padded; nothing but ``bring`` can wait for a device.
+        """This rank's part of a batch whose units are padded; nothing waits for a device where boundaries are on it.
 
         Args:
             batch: The whole.
-            bring: Copies boundaries to the device of a field that is divided by document, where they are not there.
+            bring: Copies boundaries to the device of a field that is divided by document, where they are not there; None:
+                ``tensor.to(device)``, for which the host waits.
 
         Raises:
             ValueError: A named field is missing, or its length is no multiple of the divisor.
@@ -171,7 +172,11 @@ class Sharding:
                 raise other_length(path, leaf.shape[shard.dim], length)
             if leaf.device not in indices:
                 bounds = boundaries_of(batch)
-                here = bounds if bounds.device == leaf.device else bring(bounds, leaf.device)
+                here = (
+                    bounds
+                    if bounds.device == leaf.device
+                    else (bring or torch.Tensor.to)(bounds, leaf.device)
+                )
                 indices[leaf.device] = shard_indices(length, part, parts, shard.mode, here)
             return leaf.index_select(shard.dim, indices[leaf.device])
 
