@@ -116,7 +116,8 @@ class BatchInfo:
         is_last_micro_batch: Whether ``optimizer.step()`` follows this micro-batch.
         num_samples: Samples in this rank's rows.
         num_tokens: Real tokens in this rank's rows.
-        num_padding: Padding tokens in this rank's rows (``rows * seq_len - num_tokens``).
+        num_padding: Padding tokens in this rank's rows (``rows * seq_len - num_tokens``; with ``shard``, where rows grow to
+            what divides them, those of the grown rows).
         num_loss_tokens: Tokens with a loss in this rank's rows, or None if unknown.
         step_loss_tokens: Tokens with a loss in the whole optimizer step over all ranks; None where the
             window is not the whole step or the number is unknown.

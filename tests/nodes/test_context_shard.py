@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -80,7 +81,6 @@ def test_slices_put_together_are_the_padded_batch_on_any_mesh(
                 original, state = whole[line[0]][k]
                 parts = [parted[rank][k][0] for rank in line]
                 assert all(parted[rank][k][1] == state for rank in line)
-                assert all(part["info"] == original["info"] for part in parts)
                 bounds = parts[0]["cu_seqlens_padded"] if unit == "document" else None
                 joined = {
                     name: unshard([part[name] for part in parts], -1, mode, bounds)
@@ -88,6 +88,10 @@ def test_slices_put_together_are_the_padded_batch_on_any_mesh(
                 }
                 assert joined["input_ids"].shape[-1] % divisor == 0
                 ids = document_ids({**parts[0], "input_ids": joined["input_ids"]})
+                padding = max(original["info"].num_padding, int((ids < 0).sum()))
+                assert layout != "rows" or padding == int((ids < 0).sum())
+                info = replace(original["info"], num_padding=padding)
+                assert all(part["info"] == info for part in parts)
                 for name in ("input_ids", "labels", "position_ids"):
                     assert torch.equal(joined[name][ids >= 0], original[name][document_ids(original) >= 0])
                 assert (joined["labels"][ids < 0] == -100).all()
@@ -118,6 +122,28 @@ def test_one_process_has_the_whole_padded() -> None:
     (batch, _), *_ = batches(DataPlane.single(), {"input_ids": Shard("cp", mode="zigzag")})
     assert batch["input_ids"].shape == (2, 14)
     assert np.diff(batch["cu_seqlens"][0]).sum() == batch["cu_seqlens"][0][-1]
+
+
+@pytest.mark.parametrize(
+    ("collate", "unit", "expected"),
+    [
+        (collate_rows, "row", [(16, 15), (16, 10), (16, 3)]),  # rows of 13 grow to 16
+        (collate_varlen, "row", [(8, 12), (8, 7), (16, 3)]),  # what is not filled counts as without shards
+        (collate_varlen, "document", [(8, 12), (8, 7), (16, 3)]),
+    ],
+)
+def test_padding_for_the_cuts_is_counted(collate: Any, unit: Any, expected: list[tuple[int, int]]) -> None:
+    data = [{"input_ids": torch.arange(1, 1 + n)} for n in (1, 6, 13)]
+
+    def counts(plane: DataPlane) -> list[tuple[int, int]]:
+        shard = {"input_ids": Shard("cp", mode="zigzag", unit=unit)}
+        sampler = StepSampler(3, global_batch_size=1, order="sequential")
+        with build_loader(
+            data, plane, LoaderConfig(seq_len=13), sampler=sampler, collate=collate, shard=shard
+        ) as loader:
+            return [(4 * batch["input_ids"].numel(), batch["info"].num_padding) for batch in loader]
+
+    assert SimulatedWorld({"dp": 1, "cp": 4}).run(counts) == [expected] * 4
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torchdata.nodes import BaseNode
 
 from evenstep.comm.plane import DataPlane
 from evenstep.nodes.stage import Stage
 from evenstep.packing import Shard, Sharding
 from evenstep.packing.fields import Padding
+from evenstep.packing.places import TOKENS
+from evenstep.samples import BatchInfo
 
 __all__ = ["ShardPad"]
 
@@ -19,7 +23,7 @@ class ShardPad(Stage[Any, Any]):
     """Every divided unit as long as its divisor asks, with boundaries that say so; `ContextShard` then only cuts.
 
     Stands behind `Packer`, at the constructor: what needs the lengths of documents is done here, where they
-    are on the host.
+    are on the host. Where ``input_ids`` outgrow the rows, ``batch["info"].num_padding`` counts that too.
 
     Args:
         source: Makes host batches.
@@ -49,4 +53,16 @@ class ShardPad(Stage[Any, Any]):
 
     def produce(self) -> Any:
         """The next batch, padded."""
-        return self._sharding.pad(next(self.source))
+        return _counted(self._sharding.pad(next(self.source)))
+
+
+def _counted(batch: Any) -> Any:
+    """``batch`` with an ``info`` that knows its padding."""
+    if not isinstance(batch, MutableMapping):
+        return batch
+    info, tokens = batch.get("info"), batch.get(TOKENS)
+    if isinstance(info, BatchInfo) and isinstance(tokens, torch.Tensor):
+        padding = tokens.numel() - info.num_tokens
+        if padding > info.num_padding:
+            batch["info"] = replace(info, num_padding=padding)
+    return batch
