@@ -14,6 +14,7 @@ from evenstep.device import streams_of
 __all__ = ["Accelerator"]
 
 SIZE = 2048  # of the matrices that keep the device busy
+_RUN = "evenstep.syncs_in"  # the span of what is watched
 
 
 class Accelerator:
@@ -50,17 +51,34 @@ class Accelerator:
         finally:
             switch("default")
 
-    def syncs_in(self, run: Callable[[], object]) -> list[str]:
-        """The host's waits for the device while ``run`` runs, by the name of the call."""
-        from torch.profiler import ProfilerActivity, profile
+    @property
+    def sees_syncs(self) -> bool:
+        """Whether `syncs_in` can see anything: torch's profiler records the calls of this type's runtime."""
+        return _activity(self.device.type) is not None
 
-        # Calls of the device's runtime are recorded with its own activity only.
-        own = getattr(ProfilerActivity, self.device.type.upper(), ProfilerActivity.CPU)
-        with profile(activities=list({ProfilerActivity.CPU: None, own: None})) as profiler:
+    def syncs_in(self, run: Callable[[], object]) -> list[str]:
+        """The host's waits for the device (also for all of it) in any thread while ``run`` runs, by the name of the call.
+
+        Raises:
+            ValueError: The profiler knows no such device; see `sees_syncs`.
+        """
+        from torch.profiler import ProfilerActivity, profile, record_function
+
+        own = _activity(self.device.type)
+        if own is None:
+            raise ValueError(
+                f"torch.profiler records nothing of {self.device.type} devices: look at sees_syncs first"
+            )
+        activities = list({ProfilerActivity.CPU: None, own: None})
+        with profile(activities=activities) as profiler, record_function(_RUN):
             run()
-        names = {event.key for event in profiler.key_averages()}
-        # The profiler itself synchronizes the device when it stops.
-        return sorted(name for name in names if "ynchronize" in name and "DeviceSync" not in name)
+        events = profiler.events() or ()
+        # Some devices show the span on their own timeline, too.
+        spans = [event for event in events if event.name == _RUN and event.device_type.name == "CPU"]
+        span = spans[0].time_range
+        # The profiler itself synchronizes the device, before the run and behind it.
+        inside = [event for event in events if span.start <= event.time_range.start <= span.end]
+        return sorted({event.name for event in inside if "ynchronize" in event.name})
 
     def busy(self, seconds: float) -> Callable[[], None]:
         """A launch of kernels that keep the device busy for about ``seconds``."""
@@ -83,3 +101,10 @@ class Accelerator:
                 torch.mm(a, a, out=out)
 
         return run
+
+
+def _activity(name: str) -> Any:
+    """What the calls of a device's runtime are recorded with; None if torch itself has nothing for it (npu)."""
+    from torch.profiler import ProfilerActivity
+
+    return getattr(ProfilerActivity, name.upper(), None)
