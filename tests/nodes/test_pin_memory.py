@@ -46,6 +46,21 @@ def test_what_is_pinned_already_is_not_copied_again(monkeypatch: pytest.MonkeyPa
     assert next(PinMemory(IterableWrapper([batch]), SimulatedDevice())) is batch
 
 
+@pytest.mark.usefixtures("pins_without_device")
+def test_tensors_of_any_strides_are_pinned() -> None:
+    batch = {
+        "position_ids": torch.arange(5).expand(3, 5),
+        "transposed": torch.arange(12).view(3, 4).T,
+        "empty": torch.empty(0, 4),
+        "kept": torch.arange(5).expand(2, 5),
+    }
+    out = next(PinMemory(IterableWrapper([batch]), SimulatedDevice(), cpu_fields=["kept"]))
+    assert all(torch.equal(out[name], batch[name]) for name in batch)
+    assert [out[name].is_pinned() for name in batch] == [True, True, False, False]  # of nothing, nothing is pinned
+    assert out["transposed"].stride() == (1, 4)
+    assert out["kept"] is batch["kept"]
+
+
 def test_its_state_is_its_sources() -> None:
     source = IterableWrapper(range(3))
     node = PinMemory(source, "cpu")
