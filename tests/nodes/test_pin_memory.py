@@ -56,7 +56,7 @@ def test_tensors_of_any_strides_are_pinned() -> None:
     }
     out = next(PinMemory(IterableWrapper([batch]), SimulatedDevice(), cpu_fields=["kept"]))
     assert all(torch.equal(out[name], batch[name]) for name in batch)
-    assert [out[name].is_pinned() for name in batch] == [True, True, False, False]  # of nothing, nothing is pinned
+    assert [out[name].is_pinned() for name in batch] == [True, True, False, False]
     assert out["transposed"].stride() == (1, 4)
     assert out["kept"] is batch["kept"]
 
