@@ -24,6 +24,7 @@ class Counted:
         self.inner = inner
         self.ranks, self.position = inner.ranks, inner.position
         self.device, self.launcher = inner.device, inner.launcher
+        self.memory = inner.memory
         self.sizes: list[int] = []
 
     def all_gather(self, _: torch.Tensor) -> torch.Tensor:
@@ -43,6 +44,9 @@ class Counted:
 
     def all_to_all(self, *_: Any) -> None:
         raise AssertionError("no exchange is needed")
+
+    def share_memory(self) -> None:
+        raise AssertionError("nothing is shared here")
 
     def abandon(self) -> None:
         self.inner.abandon()

@@ -19,6 +19,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from evenstep.comm.codec import PayloadCodec
 from evenstep.comm.codec.frame import MAGIC
@@ -83,9 +84,49 @@ def craft(spec: Any, ints: Sequence[int], raw: bytes, count: int = 1) -> Tensor:
     return seal(bytearray(preamble + body))
 
 
+class Allocations(TorchFunctionMode):
+    """Counts the bytes of tensors that do not share ``memory``."""
+
+    def __init__(self, memory: Tensor) -> None:
+        super().__init__()
+        self._known = {memory.untyped_storage().data_ptr()}
+        self.nbytes = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (list, tuple)) else [out]:
+            if isinstance(tensor, Tensor):
+                memory = tensor.untyped_storage()
+                if memory.data_ptr() not in self._known:
+                    self._known.add(memory.data_ptr())
+                    self.nbytes += memory.nbytes()
+        return out
+
+
+# A value that takes one byte of a frame becomes an object of up to 200 bytes; with it, what a call takes anyway.
+BYTES_PER_BYTE, BYTES_ANYWAY = 256, 200_000
+
+
 def decode_or_refuse(frame: Tensor, count: int) -> list[Any] | None:
-    """Decode; None if refused. Any other error, and any view outside the frame, fails the test."""
+    """Decode; None if refused. Any other error, any view outside the frame, and more memory than it, fail the test."""
     guarded = torch.full((len(frame) + 128,), 0x5A, dtype=torch.uint8)
+    counted = Allocations(guarded)
+    was_tracing = tracemalloc.is_tracing()
+    tracemalloc.start()
+    tracemalloc.reset_peak()
+    before = tracemalloc.get_traced_memory()[0]
+    try:
+        with counted:
+            return _decode_or_refuse(guarded, frame, count)
+    finally:
+        peak = tracemalloc.get_traced_memory()[1] - before
+        if not was_tracing:
+            tracemalloc.stop()
+        assert counted.nbytes <= 2 * len(frame) + 4096, "tensors beyond the frame"
+        assert peak < BYTES_PER_BYTE * len(frame) + BYTES_ANYWAY, "objects beyond the frame"
+
+
+def _decode_or_refuse(guarded: Tensor, frame: Tensor, count: int) -> list[Any] | None:
     inside = guarded[64 : 64 + len(frame)]
     inside.copy_(frame)
     message = ""

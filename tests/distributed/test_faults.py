@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from evenstep import Loader, LoaderConfig, StepSampler, build_loader
-from evenstep.cursor import Cursor
+from evenstep.cursor import Cursor, next_epoch_state
 from evenstep.packing import pack_text
 from evenstep.sampling import Step
 from evenstep.testing import run_ranks
@@ -245,7 +245,10 @@ def interleaved(rank: int) -> tuple[int, str]:
 
 
 def new_streams(rank: int, times: int) -> tuple[int, str]:
-    """Break on all ranks and begin anew at once, each rank in its own time; windows of two streams never meet."""
+    """Break on all ranks and begin anew at once, each rank in its own time; windows of two streams never meet.
+
+    Every third time it is a new epoch, else a place in one that was left before.
+    """
     chance = random.Random(rank)
     taken = 0
     with build(balance_window=1, pack=keep_indices, collate=list) as loader:
@@ -255,6 +258,8 @@ def new_streams(rank: int, times: int) -> tuple[int, str]:
             states.append(loader.state_dict())
         for time_ in range(times):
             step = time_ * 5 % STEPS
+            if time_ % 3 == 2:
+                step, states[0] = 0, next_epoch_state(states[0])
             loader.load_state_dict(states[step])
             if time_ % 7 == 3 and chance.random() < 0.5:
                 continue  # this rank never asks for an item of this stream

@@ -72,6 +72,22 @@ def killed(rank: int) -> None:
         pass
 
 
+def killed_in_a_collective(rank: int) -> None:
+    """Both ranks wait for each other: one in the gather of a header, as the other reads for long."""
+    loader = build(Documents(-1 if rank else 8, lambda: time.sleep(2.0)))
+    if rank:
+        alarm = threading.Timer(0.0, lambda: None)
+        for number, _ in enumerate(loader):
+            if number == 0:
+                alarm = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGKILL))
+                alarm.daemon = True
+                alarm.start()
+        alarm.cancel()
+        return
+    for _ in loader:
+        pass
+
+
 def killed_on_a_mesh(rank: int, victim: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     loader = build_loader(
@@ -169,6 +185,10 @@ def exits(rank: int) -> None:
 
 SCENARIOS: dict[str, tuple[Callable[[int], None], list[tuple[int, str]]]] = {
     "killed": (killed, [(1, GONE), (-9, "RankDied: rank 1 ended with exit code -9")]),
+    "killed_in_a_collective": (
+        killed_in_a_collective,
+        [(1, GONE), (-9, "RankDied: rank 1 ended with exit code -9")],
+    ),
     "late": (late, [(1, LATE), (1, GONE)]),
     "interrupted": (interrupted, [(-2, "KeyboardInterrupt"), (1, LEFT)]),
     "interrupted_everywhere": (
@@ -224,7 +244,7 @@ def test_every_rank_ends_whose_training_thread_starts_the_collectives(name: str)
     check(name, collectives="caller")
 
 
-@pytest.mark.parametrize("name", ["killed", "late", "breaks_alone", "closes_early"])
+@pytest.mark.parametrize("name", ["killed", "killed_in_a_collective", "late", "breaks_alone", "closes_early"])
 def test_every_rank_ends_that_shares_memory(name: str) -> None:
     check(name, collectives="producer")
 

@@ -65,7 +65,7 @@ def train(rank: int, windows: int) -> tuple[int, int, int, float]:
 
 @pytest.mark.parametrize("ranks", [2])
 def test_small_windows_beside_other_collectives(ranks: int) -> None:
-    windows = int(os.environ.get("EVENSTEP_SMALL_WINDOWS", "300"))
+    windows = int(os.environ.get("EVENSTEP_SMALL_WINDOWS", "2000"))
     for seen, threads, grown, _ in run_ranks(train, ranks, windows, timeout=170):
         assert seen == sum(range(windows * ranks))
         assert threads == 2  # the training thread and ours
