@@ -155,6 +155,27 @@ def test_memory_that_is_retired_keeps_what_peers_still_read() -> None:
     assert (peer.view((PAGE, PAGE)) == 5).all()
 
 
+def test_memory_that_cannot_be_mapped_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: int) -> None:
+        raise OSError(12, "no room for a mapping")
+
+    own = HostMemory()
+    monkeypatch.setattr(host_memory, "_map", refuse)
+    with pytest.raises(OSError, match="no room"):
+        own.allocate(PAGE)
+    assert held_bytes(own) == 0
+
+
+def test_the_collector_may_free_an_extent_while_another_is_looked_for() -> None:
+    own = HostMemory()
+    kept = torch.from_numpy(own.allocate(10))
+    for _ in range(60):
+        cycle: list[object] = [own.allocate(10) for _ in range(30)]
+        cycle.append(cycle)
+        del cycle
+        assert own.find(kept) == ((0, PAGE), 0)
+
+
 FORKED = """
 import gc, os
 from evenstep.comm.host_memory import HostMemory, PeerMemory

@@ -84,12 +84,13 @@ def test_every_part_of_an_all_to_all_arrives(
 
     def run(communicator: SimulatedCommunicator) -> list[torch.Tensor]:
         me, received = communicator.position, []
-        pool = BufferPool(source=memory_of(communicator) if pooled else None)
+        private = BufferPool()
+        pool = memory_of(communicator) if pooled else private
         for turn, matrix in enumerate(matrices):
             out, into = matrix[me], [row[me] for row in matrix]
             send = pool.take(sum(out))
             torch.cat([content(turn, me, p, n) for p, n in enumerate(out)], out=send)
-            receive = pool.take(sum(into))
+            receive = private.take(sum(into))
             communicator.all_to_all(send, out, receive, into)
             del send
             received.append(receive)  # and kept, while the others are on their way
@@ -161,7 +162,7 @@ def test_what_a_slow_reader_has_not_read_is_not_written_over() -> None:
 
     def run(communicator: SimulatedCommunicator) -> list[bool]:
         memory: Any = memory_of(communicator)
-        pool = BufferPool(source=memory)
+        pool = memory
         if communicator.position == 1:
             inner = memory._fetch
 
@@ -186,7 +187,7 @@ def test_what_a_slow_reader_has_not_read_is_not_written_over() -> None:
 
 def test_buffers_that_were_read_are_used_again() -> None:
     def run(communicator: SimulatedCommunicator) -> int:
-        pool, nbytes = BufferPool(source=memory_of(communicator)), [0, 8000]
+        pool, nbytes = memory_of(communicator), [0, 8000]
         splits = nbytes if communicator.position == 0 else nbytes[::-1]
         for _ in range(50):
             communicator.all_to_all(pool.take(8000), splits, pool.take(8000), splits)
@@ -201,7 +202,7 @@ def test_the_last_words_of_a_rank_that_has_left_are_still_heard() -> None:
 
     def run(communicator: SimulatedCommunicator) -> bool:
         if communicator.position == 0:
-            pool = BufferPool(source=memory_of(communicator))
+            pool = memory_of(communicator)
             send = pool.take(9000)
             send.fill_(8)
             communicator.all_to_all(send, [0, 9000], torch.empty(0, dtype=torch.uint8), [0, 0])
@@ -304,8 +305,9 @@ def test_a_rank_without_memory_to_share_tells_its_readers(monkeypatch: pytest.Mo
 
     def run(communicator: SimulatedCommunicator) -> None:
         out, into = ([0, 5000], [0, 0]) if communicator.position == 0 else ([0, 0], [5000, 0])
-        pool = BufferPool(source=memory_of(communicator))
-        communicator.all_to_all(pool.take(sum(out)), out, pool.take(sum(into)), into)
+        communicator.all_to_all(
+            memory_of(communicator).take(sum(out)), out, torch.empty(sum(into), dtype=torch.uint8), into
+        )
 
     first, second = on_ranks(2, run)[0]
     assert type(first) is MemoryError
@@ -315,6 +317,17 @@ def test_a_rank_without_memory_to_share_tells_its_readers(monkeypatch: pytest.Mo
         "rank 10 has no memory left to share 5000 bytes from; look at its own error, or build the loader with "
         "shared_memory=False"
     )
+
+
+def test_a_shortage_that_has_passed_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(communicator: SimulatedCommunicator) -> SharedMemory:
+        return memory_of(communicator)
+
+    memory, _ = raise_first(on_ranks(2, run)[0])
+    with monkeypatch.context() as patch:
+        patch.setattr(HostMemory, "allocate", no_memory)
+        assert memory._own.find(memory.take(5000)) is None
+    assert memory._own.find(memory.take(5000)) is not None
 
 
 def test_a_broadcast_without_memory_to_share_ends_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from evenstep.comm.buffers import BufferPool
 from evenstep.comm.communicator import Communicator
+from evenstep.comm.exchange import Pool
 from evenstep.errors import RemoteRankError, WireFormatError
 
 __all__ = ["BATCH", "CONSTRUCTOR", "END", "ERROR", "Heard", "MessageChannel"]
@@ -63,7 +63,7 @@ class MessageChannel:
         largest_tail: No tail has more bytes.
     """
 
-    def __init__(self, communicator: Communicator, pool: BufferPool, largest_tail: int) -> None:
+    def __init__(self, communicator: Communicator, pool: Pool, largest_tail: int) -> None:
         self._ranks = communicator.ranks
         self._pool = pool
         self._largest_tail = largest_tail

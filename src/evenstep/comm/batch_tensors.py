@@ -9,8 +9,8 @@ import torch
 from evenstep.comm.batch_form import Form
 from evenstep.comm.batch_layout import Group, Pack, bytes_of
 from evenstep.comm.batch_message import CONSTRUCTOR
-from evenstep.comm.buffers import BufferPool
 from evenstep.comm.communicator import Communicator
+from evenstep.comm.exchange import Pool
 
 __all__ = ["TensorBroadcast"]
 
@@ -29,7 +29,7 @@ class TensorBroadcast:
         pool: Host memory for tensors on their way.
     """
 
-    def __init__(self, communicator: Communicator, pool: BufferPool) -> None:
+    def __init__(self, communicator: Communicator, pool: Pool) -> None:
         self._communicator = communicator
         self._device = communicator.device
         self._pool = pool

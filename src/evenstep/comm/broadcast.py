@@ -26,6 +26,7 @@ from evenstep.comm.batch_tensors import TensorBroadcast
 from evenstep.comm.buffers import BufferPool
 from evenstep.comm.codec import PayloadCodec
 from evenstep.comm.communicator import Communicator
+from evenstep.comm.exchange import Pool
 from evenstep.comm.remote_errors import describe_error, remote_error
 from evenstep.errors import ConfigMismatch, RemoteRankError, SampleError, WireFormatError
 
@@ -92,7 +93,9 @@ class BatchBroadcast:
         self._rank = communicator.ranks[communicator.position]
         self._sender = communicator.ranks[CONSTRUCTOR]
         self._aside = aside
-        pool = BufferPool(_POOL_BYTES, getattr(communicator, "memory", None))
+        memory = getattr(communicator, "memory", None)
+        sends = communicator.position == CONSTRUCTOR
+        pool: Pool = memory if sends and memory is not None else BufferPool(_POOL_BYTES)
         self._channel = MessageChannel(communicator, pool, LARGEST_PACK)
         self._tensors = TensorBroadcast(communicator, pool)
         self._codec = PayloadCodec()

@@ -46,8 +46,12 @@ class PoolStatistics:
 class MemorySource(Protocol):
     """Where a pool's memory comes from, if not from this process alone; see `evenstep.comm.shared_memory`."""
 
-    def allocate(self, nbytes: int) -> Memory | None:
-        """``nbytes`` bytes at a multiple of 64; None: take private memory."""
+    def allocate(self, nbytes: int) -> Memory:
+        """``nbytes`` bytes at a multiple of 64.
+
+        Raises:
+            OSError: There are none.
+        """
 
     def reclaim(self, patience: float = 0.0) -> bool:
         """Let go of buffers that it kept for others who have finished with them.
@@ -97,8 +101,7 @@ class BufferPool:
         memory = self._find(nbytes)
         if memory is None:
             capacity = _capacity(nbytes)
-            shared = None if self._source is None else self._source.allocate(capacity)
-            memory = _allocate(capacity) if shared is None else shared
+            memory = _allocate(capacity) if self._source is None else self._source.allocate(capacity)
         return self._lend(memory, nbytes)
 
     def statistics(self) -> PoolStatistics:

@@ -10,7 +10,7 @@ import torch
 if TYPE_CHECKING:
     from evenstep.comm.shared_memory import SharedMemory
 
-__all__ = ["Abandoned", "Communicator", "Launcher", "SoloCommunicator", "launch_here"]
+__all__ = ["INHERITED", "Abandoned", "Communicator", "Launcher", "SoloCommunicator", "launch_here"]
 
 # Called with the name of a collective and what starts it without waiting; returns what that returns.
 Launcher: TypeAlias = Callable[[str, Callable[[], Any]], Any]
@@ -20,6 +20,12 @@ def launch_here(name: str, start: Callable[[], Any]) -> Any:
     """Start a collective in the thread that asks for it."""
     del name
     return start()
+
+
+# Why a forked child gets `Abandoned`: it has its parent's connections, and some of its memory.
+INHERITED = (
+    "this process is a forked child: the connections of its loader belong to its parent, so it may not use it"
+)
 
 
 class Abandoned(RuntimeError):  # noqa: N818 - not a fault: this rank itself gave up waiting

@@ -100,7 +100,8 @@ class Exchange:
         moves = self._moves
         outgoing, sizes_out = self._segments(moves.holders, moves.targets)
         incoming, sizes_in = self._segments(moves.targets, moves.holders)
-        send = self._pool.take(sum(sizes_out))
+        memory = getattr(self._communicator, "memory", None)
+        send = (self._pool if memory is None else memory).take(sum(sizes_out))
         receive = self._pool.take(sum(sizes_in))
         failure: Exception | None = None
         for part, index in zip(_parts(send, sizes_out), outgoing, strict=True):

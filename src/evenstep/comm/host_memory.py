@@ -21,6 +21,7 @@ Memory: TypeAlias = npt.NDArray[np.uint8]
 Extent: TypeAlias = tuple[int, int]  # where it begins in its file, and bytes
 
 _KEEP_SIZE_AND_PUNCH_HOLE = 0x01 | 0x02
+_CLOSE_ON_EXEC = 0x01
 _REMEMBERED = 32  # extents of one peer that stay mapped: to map one costs as much as to copy it
 
 
@@ -37,7 +38,7 @@ class HostMemory:
     def __init__(self) -> None:
         if not sys.platform.startswith("linux"):
             raise OSError("anonymous files that other processes can open exist on Linux only")
-        self._file = _File(os.memfd_create("evenstep", os.MFD_CLOEXEC))
+        self._file = _File(_anonymous_file())
         self._lock = threading.Lock()
         self._end = 0
         self._extents: dict[int, Extent] = {}  # by address
@@ -58,7 +59,11 @@ class HostMemory:
             start, self._end = self._end, self._end + size
         # Not just a longer file: where memory is short, the first write to it would kill the process.
         os.posix_fallocate(self.descriptor, start, size)
-        buffer = _map(self.descriptor, start, size)
+        try:
+            buffer = _map(self.descriptor, start, size)
+        except OSError:
+            _libc.fallocate(self.descriptor, _KEEP_SIZE_AND_PUNCH_HOLE, start, size)
+            raise
         address = ctypes.addressof(buffer)
         self._extents[address] = start, size
         weakref.finalize(buffer, _free, self._extents, address, self._file, os.getpid()).atexit = False
@@ -67,7 +72,8 @@ class HostMemory:
     def find(self, tensor: Tensor) -> tuple[Extent, int] | None:
         """The extent that a contiguous tensor lies in, and at which of its bytes; None if it lies elsewhere."""
         at, nbytes = tensor.data_ptr(), tensor.numel() * tensor.element_size()
-        for address, (start, size) in list(self._extents.items()):
+        # A copy, in one piece: the collector may free an extent at any time.
+        for address, (start, size) in self._extents.copy().items():
             if address <= at and at + nbytes <= address + size:
                 return (start, size), at - address
         return None
@@ -142,8 +148,18 @@ if sys.platform.startswith("linux"):
         ctypes.c_int,
         ctypes.c_int64,
     ]
+    _libc.memfd_create.argtypes = [ctypes.c_char_p, ctypes.c_uint]
     _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+
+
+def _anonymous_file() -> int:
+    """Its descriptor; by the C library's function, which some builds of Python leave out."""
+    descriptor: int = _libc.memfd_create(b"evenstep", _CLOSE_ON_EXEC)
+    if descriptor < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"there are no anonymous files here: {os.strerror(number)}")
+    return descriptor
 
 
 def _map(descriptor: int, start: int, size: int) -> ctypes.Array[ctypes.c_uint8]:

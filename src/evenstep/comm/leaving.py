@@ -29,12 +29,19 @@ def shut(rounds: Rounds, communicators: Sequence[Communicator], grace: float) ->
 
     After ``grace`` seconds its collectives are abandoned.
     """
+    if rounds.is_inherited:
+        return True
     with _alarm(rounds, communicators, grace):
         return rounds.shut(_PATIENCE)
 
 
 def leave(rounds: Rounds | None, communicators: Sequence[Communicator], grace: float) -> None:
-    """Tell the other ranks; after ``grace`` seconds without an answer, or then, use the groups no more."""
+    """Tell the other ranks; after ``grace`` seconds without an answer, or then, use the groups no more.
+
+    A forked child that ends, or drops a loader, leaves nobody: its parent goes on.
+    """
+    if rounds is not None and rounds.is_inherited:
+        return
     if rounds is not None:
         with _alarm(rounds, communicators, grace):
             if rounds.shut(_PATIENCE):
@@ -56,7 +63,7 @@ def _alarm(rounds: Rounds, communicators: Sequence[Communicator], grace: float) 
 
 def leave_gently(rounds: Rounds | None, communicators: Sequence[Communicator], grace: float) -> None:
     """`leave`, of a plane that was collected: whichever thread that happened in must not wait for other ranks."""
-    if _exiting.is_set() or rounds is None or not rounds.is_open:
+    if _exiting.is_set() or rounds is None or rounds.is_inherited or not rounds.is_open:
         leave(rounds, communicators, grace)
         return
     thread = threading.Thread(

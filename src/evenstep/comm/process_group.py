@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import os
 import threading
 import time
 from collections import Counter, deque
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from evenstep.comm import starting
-from evenstep.comm.communicator import Abandoned, Launcher, launch_here
+from evenstep.comm.communicator import INHERITED, Abandoned, Launcher, launch_here
 from evenstep.comm.goodbye import Goodbye
 from evenstep.comm.shared_memory import SharedMemory, share_memory
 from evenstep.errors import RemoteRankError
@@ -68,6 +69,7 @@ class ProcessGroupCommunicator:
         self.calls: Counter[str] = Counter()
         self.sent_bytes: Counter[str] = Counter()
         self._group = group
+        self._process = os.getpid()
         self._timeout = timeout
         self._name = name
         self._leaving = threading.Event()
@@ -189,6 +191,8 @@ class ProcessGroupCommunicator:
     def _start(self, name: str, start: Callable[[], Any], buffers: list[torch.Tensor]) -> None:
         if self._failure is not None:
             raise copy.copy(self._failure)
+        if os.getpid() != self._process:
+            raise Abandoned(INHERITED)
         if self._leaving.is_set():
             raise self._give_up(buffers, self._left())
         if not dist.is_initialized():

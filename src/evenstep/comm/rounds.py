@@ -12,6 +12,7 @@ its stream, so that the windows of two streams never meet.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -46,6 +47,7 @@ class Rounds:
 
     def __init__(self, control: Communicator) -> None:
         self._control = control
+        self._process = os.getpid()
         self._generation = 0
         self._open = False
         self._owed: deque[Owed[Any]] = deque()
@@ -66,6 +68,11 @@ class Rounds:
     def is_open(self) -> bool:
         """Whether the other ranks expect another header from this one."""
         return self._open
+
+    @property
+    def is_inherited(self) -> bool:
+        """Whether this is a forked child, whose parent goes on with the conversation."""
+        return os.getpid() != self._process
 
     def enter(self) -> None:
         """This thread begins to work on windows, for which it talks to the others; it may enter again inside.

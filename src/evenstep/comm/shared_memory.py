@@ -21,7 +21,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from evenstep.comm.buffers import BufferPool
+from evenstep.comm.buffers import BufferPool, PoolStatistics
+from evenstep.comm.communicator import INHERITED, Abandoned
 from evenstep.comm.host_memory import HostMemory, Memory, PeerMemory
 from evenstep.errors import RemoteRankError, WireFormatError
 
@@ -34,7 +35,7 @@ _MAGIC = 0x6C65_7474_6572_2031  # "letter 1"
 # Magic, collective, position of the sender, where the extent begins and ends in its memory, where the bytes begin in that,
 # how many they are (-1: it has no memory to share), and one that is left.
 _LETTER = struct.Struct("<8q")
-_SCRATCH_BYTES = 1 << 28
+_IDLE_BYTES = 1 << 30
 _GLANCE = 5e-5  # seconds between two looks at what readers note
 _WORD = 8
 _TOKEN = 16
@@ -81,17 +82,31 @@ class SharedMemory:
         weakref.finalize(
             self, own.retire
         ).atexit = False  # others may read what was sent last after this rank has left
-        self._scratch = BufferPool(_SCRATCH_BYTES, weakref.proxy(self))
+        self._process = os.getpid()
+        self._pool = BufferPool(_IDLE_BYTES, weakref.proxy(self))
 
-    def allocate(self, nbytes: int) -> Memory | None:
-        """Memory to send from without a copy, uint8 ``[nbytes]``; None if there is none."""
+    def take(self, nbytes: int) -> torch.Tensor:
+        """A buffer to send from without a copy, as `BufferPool.take`'s.
+
+        It is private memory where there is none to share; sending from that tells the others so.
+        """
         try:
-            return self._own.allocate(nbytes)
+            return self._pool.take(nbytes)
         except OSError:
-            return None
+            return torch.empty(nbytes, dtype=torch.uint8)
+
+    def statistics(self) -> PoolStatistics:
+        """What the pool of shared buffers did so far."""
+        return self._pool.statistics()
+
+    def allocate(self, nbytes: int) -> Memory:
+        """See `MemorySource.allocate`."""
+        return self._own.allocate(nbytes)
 
     def reclaim(self, patience: float = 0.0) -> bool:
         """Let go of what all its readers have copied out, and say whether there was any; see `MemorySource.reclaim`."""
+        if os.getpid() != self._process:
+            raise Abandoned(INHERITED)
         deadline = time.monotonic() + patience
         before = len(self._lent)
         while self._lent:
@@ -189,7 +204,7 @@ class SharedMemory:
         """
         found = self._own.find(data)
         if found is None:
-            copied = self._scratch.take(data.numel())
+            copied = self.take(data.numel())
             found = self._own.find(copied)
             if found is None:
                 return None

@@ -47,8 +47,7 @@ class PayloadAllToAll(Stage[PlannedBatch, RoutedBatch]):
         self._turn = Turn(plane.rounds)
         self._config = configured(config, source)
         self._codec = PayloadCodec() if codec is None else codec
-        shared = None if plane.payload is None else plane.payload.memory
-        self._pool = BufferPool(source=shared) if pool is None else pool
+        self._pool = BufferPool() if pool is None else pool
         ranks = () if plane.payload is None else plane.payload.ranks
         self._position = np.zeros(max(ranks, default=-1) + 1, dtype=np.int32)  # in the group, by global rank
         self._position[list(ranks)] = np.arange(len(ranks))
