@@ -13,7 +13,7 @@ from torchdata.nodes import BaseNode, IterableWrapper
 
 from evenstep.nodes.device_prefetch import DevicePrefetch
 from evenstep.nodes.pin_memory import PinMemory
-from evenstep.nodes.stage import Stage
+from evenstep.nodes.stage import Stage, nothing_lost
 from evenstep.testing import assert_node_conforms
 from evenstep.testing.positions import Positions
 from evenstep.testing.simulated_device import SimulatedDevice, SimulatedTensor
@@ -151,6 +151,92 @@ def test_a_failed_copy_surfaces_in_its_turn_and_its_batch_counts_as_not_handed_o
     device.broken = None
     node.reset(node.state_dict())
     assert next(node)["at"] == (0, 1)
+
+
+class Interrupted(Positions):
+    """Its wait for each position in ``at_positions`` is interrupted once; nothing is taken by then."""
+
+    def __init__(
+        self, make: Callable[[tuple[int, int]], Any], at_positions: set[int], **options: Any
+    ) -> None:
+        super().__init__(make, **options)
+        self.at_positions = at_positions
+
+    def next(self) -> Any:
+        if self.at.consumed_samples in self.at_positions:
+            self.at_positions.remove(self.at.consumed_samples)
+            interrupt = KeyboardInterrupt()
+            nothing_lost(interrupt)
+            raise interrupt
+        return super().next()
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+@pytest.mark.parametrize("at_positions", [{0}, {3}, {1, 2}, {5}])
+def test_an_interrupted_wait_loses_no_batch_and_no_error(depth: int, at_positions: set[int]) -> None:
+    device = SimulatedDevice()
+    node = DevicePrefetch(Interrupted(on(device), set(at_positions), size=8, fail_at=6), device, depth)
+    found: list[tuple[int, int]] = []
+    interrupts = 0
+    while len(found) < 6:
+        before = (node.state_dict(), node.last_host_batch)
+        try:
+            batch = next(node)
+        except KeyboardInterrupt:
+            interrupts += 1
+            assert (node.state_dict(), node.last_host_batch) == before
+            continue
+        found.append(batch["at"])
+        device.compute(0.01, batch["x"])
+        assert node.last_host_batch["at"] == batch["at"]
+        assert node.state_dict()["consumed_samples"] == len(found)
+    assert found == [(0, position) for position in range(6)]
+    assert interrupts == len(at_positions)
+    for _ in range(2):
+        with pytest.raises(OSError, match="disk gone"):
+            next(node)
+    node.wait_for_prefetch()
+    device.check()
+
+
+def test_the_batch_in_use_keeps_its_slot_over_interrupts() -> None:
+    device = SimulatedDevice()
+    node = DevicePrefetch(Interrupted(on(device), {2}), device, 0)
+    next(node)
+    next(node)
+    with pytest.raises(KeyboardInterrupt):
+        next(node)
+    handed = list(node._books.handed)
+    assert handed[0] is not None
+    next(node)
+    assert node._books.handed[0] is handed[0]
+
+
+def test_a_prefetch_that_is_interrupted_inside_a_batch_says_so_in_its_turn() -> None:
+    device = SimulatedDevice()
+    source = Positions(on(device), ready=[False, True])
+    node = DevicePrefetch(source, device, 2)
+    next(node)
+    make, broken = source.make, [True]
+
+    def interrupted(at: tuple[int, int]) -> Any:
+        if at == (0, 2) and broken:
+            broken.clear()
+            raise KeyboardInterrupt
+        return make(at)
+
+    source.make = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        node.prefetch()
+    assert next(node)["at"] == (0, 1)
+    message = (
+        "the loader was interrupted inside a batch (KeyboardInterrupt), and going on would skip data; load the last "
+        "state to go on: loader.load_state_dict(loader.state_dict())"
+    )
+    with pytest.raises(RuntimeError, match=f"^{re.escape(message)}$"):
+        next(node)
+    node.reset(node.state_dict())
+    assert next(node)["at"] == (0, 2)
 
 
 def test_a_host_batch_that_is_not_ready_is_neither_pulled_nor_waited_for() -> None:

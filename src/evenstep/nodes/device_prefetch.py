@@ -24,7 +24,7 @@ from evenstep.device import (
 )
 from evenstep.nodes.epoch_after import epoch_after
 from evenstep.nodes.spans import in_span
-from evenstep.nodes.stage import Stage
+from evenstep.nodes.stage import Stage, met_again
 
 __all__ = ["DevicePrefetch"]
 
@@ -164,18 +164,19 @@ class DevicePrefetch(Stage[Any, Any]):
             self.last_host_batch = next(self.source)
             return self.last_host_batch
         streams, books = self._streams, self._books
-        self._advance()
+        if books.handed[-1] is not None:  # None: an interrupted call has advanced already
+            self._advance()
         if not books.staged and self._failed is None:
             self._stage(streams)
         if not books.staged:
             assert self._failed is not None
             raise self._failed
+        self._stage_ahead(behind=1)  # first, for an interrupt of its wait must leave this batch staged
         item = books.staged.popleft()
         consumer = streams.current_stream()
         consumer.wait_event(item.copied)
         books.handed[-1] = _Slot(DeviceMemory(item.batch, self._cpu_fields), consumer)
         books.sources.append((item.copied, item.host))
-        self._stage_ahead()
         self._handed_state, self.last_host_batch = item.state, item.host
         return item.batch
 
@@ -184,14 +185,15 @@ class DevicePrefetch(Stage[Any, Any]):
         """Stage ahead what is ready, without waiting; repeating it does no harm."""
         self._stage_ahead()
 
-    def _stage_ahead(self) -> None:
+    def _stage_ahead(self, behind: int = 0) -> None:
+        """Stage what is ready, up to the depth, behind the first ``behind`` batches staged."""
         if self._streams is None:
             return
         streams, books = self._streams, self._books
         ready = getattr(self.source, "ready", None)
         while (
             self._failed is None
-            and len(books.staged) < self._depth
+            and len(books.staged) < self._depth + behind
             and self._slot_is_free()
             and (ready is None or ready())
         ):
@@ -239,6 +241,10 @@ class DevicePrefetch(Stage[Any, Any]):
             self._launch(streams, host, self._pulled_state)
         except Exception as error:
             self._failed = error
+        except BaseException as interrupt:
+            # In `prefetch`, which is no `next`, nobody else notes that a batch is lost.
+            self._failed = met_again(interrupt)
+            raise
 
     def _launch(self, streams: Streams, host: Any, state: dict[str, Any]) -> None:
         books = self._books
