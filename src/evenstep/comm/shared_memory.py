@@ -79,9 +79,8 @@ class SharedMemory:
         self._peers = peers
         self._turn = 0
         self._lent: deque[tuple[int, list[int], torch.Tensor]] = deque()  # until its readers have finished
-        weakref.finalize(
-            self, own.retire
-        ).atexit = False  # others may read what was sent last after this rank has left
+        # Others may still read what was sent last when this rank has left.
+        weakref.finalize(self, own.retire).atexit = False
         self._process = os.getpid()
         self._pool = BufferPool(_IDLE_BYTES, weakref.proxy(self))
 
