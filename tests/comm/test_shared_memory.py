@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenstep.comm import shared_memory
+from evenstep.comm import introduction
 from evenstep.comm.buffers import BufferPool
 from evenstep.comm.host_memory import HostMemory, Memory
 from evenstep.comm.shared_memory import WORTH_SHARING, SharedMemory
@@ -382,12 +382,12 @@ def test_a_stranger_of_the_same_number_is_not_taken_for_a_peer() -> None:
     """As in another container, where the process and the descriptor of that number are somebody else's."""
     stranger = HostMemory()
     first = stranger.allocate(100)
-    introduction = struct.pack("<qq16s", os.getpid(), stranger.descriptor, b"x" * 16)
+    told = struct.pack("<qq16s", os.getpid(), stranger.descriptor, b"x" * 16)
     assert not first.any()
-    assert shared_memory._open([introduction], 2) is None
-    assert shared_memory._open([struct.pack("<qq16s", 0, 0, b"")], 2) is None
+    assert introduction._open([told], 2) is None
+    assert introduction._open([struct.pack("<qq16s", 0, 0, b"")], 2) is None
     first[:16] = np.frombuffer(b"x" * 16, np.uint8)
-    opened = shared_memory._open([introduction], 2)
+    opened = introduction._open([told], 2)
     assert opened is not None
     opened[0][1][1] = 77
     assert first[24:32].view(np.int64)[0] == 77

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from evenstep.comm import starting
 from evenstep.comm.communicator import INHERITED, Abandoned, Launcher, launch_here
 from evenstep.comm.goodbye import Goodbye
-from evenstep.comm.shared_memory import SharedMemory, share_memory
+from evenstep.comm.introduction import share_memory
+from evenstep.comm.shared_memory import SharedMemory
 from evenstep.errors import RemoteRankError
 
 __all__ = ["ProcessGroupCommunicator"]

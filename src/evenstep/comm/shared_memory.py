@@ -7,7 +7,6 @@ the sender knows when it may write there again.
 
 from __future__ import annotations
 
-import logging
 import os
 import struct
 import time
@@ -15,7 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -26,9 +25,7 @@ from evenstep.comm.communicator import INHERITED, Abandoned
 from evenstep.comm.host_memory import HostMemory, Memory, PeerMemory
 from evenstep.errors import RemoteRankError, WireFormatError
 
-__all__ = ["WORTH_SHARING", "SharedMemory", "share_memory"]
-
-log: logging.Logger = logging.getLogger("evenstep")
+__all__ = ["WORTH_SHARING", "Notes", "SharedMemory"]
 
 WORTH_SHARING = 1 << 17  # bytes of a broadcast; fewer travel as fast as the letter about them
 _MAGIC = 0x6C65_7474_6572_2031  # "letter 1"
@@ -37,24 +34,14 @@ _MAGIC = 0x6C65_7474_6572_2031  # "letter 1"
 _LETTER = struct.Struct("<8q")
 _IDLE_BYTES = 1 << 30
 _GLANCE = 5e-5  # seconds between two looks at what readers note
-_WORD = 8
-_TOKEN = 16
-_INTRODUCTION = struct.Struct(f"<qq{_TOKEN}s")  # process, descriptor, what its first extent begins with
 
 AllToAll: TypeAlias = Callable[[torch.Tensor, list[int], torch.Tensor, list[int]], None]
 BroadcastAll: TypeAlias = Callable[[Iterable[torch.Tensor | None], int], None]
 Notes: TypeAlias = npt.NDArray[np.int64]
 
 
-class _Gathers(Protocol):
-    ranks: tuple[int, ...]
-    position: int
-
-    def all_gather(self, row: torch.Tensor) -> torch.Tensor: ...
-
-
 class SharedMemory:
-    """One rank's end of the shared memory of a group; made by `share_memory`.
+    """One rank's end of the shared memory of a group; made by `evenstep.comm.introduction.share_memory`.
 
     Args:
         ranks: Global rank at each position.
@@ -250,52 +237,6 @@ class SharedMemory:
             ) from None
         finally:
             notes[self._position] = turn
-
-
-def share_memory(communicator: _Gathers) -> SharedMemory | None:
-    """The shared memory of a group, or None if not every rank can look into the memory of every other.
-
-    All ranks of the group call it together. It is None across hosts, across containers with processes of their own, and
-    where the system has no anonymous files.
-    """
-    own, token = None, os.urandom(_TOKEN)
-    words = len(communicator.ranks)
-    introduction = bytes(_INTRODUCTION.size)
-    try:
-        own = HostMemory()
-        first = own.allocate(_TOKEN + _WORD * words)
-        first[:_TOKEN] = np.frombuffer(token, np.uint8)
-        introduction = _INTRODUCTION.pack(os.getpid(), own.descriptor, token)
-    except OSError as error:
-        log.debug("this rank has no memory to share: %s", error)
-    told = communicator.all_gather(_tensor(introduction))
-    peers = _open([bytes(row.numpy()) for row in told], words) if own is not None else None
-    verdicts = communicator.all_gather(torch.tensor([peers is not None], dtype=torch.uint8))
-    if own is None or peers is None or not verdicts.all():
-        return None
-    return SharedMemory(communicator.ranks, communicator.position, own, _notes(first, words), peers)
-
-
-def _open(introductions: Sequence[bytes], words: int) -> list[tuple[PeerMemory, Notes]] | None:
-    """The memory of every rank; None if one cannot be opened, or is of somebody else of that number."""
-    peers = []
-    for introduction in introductions:
-        process, descriptor, token = _INTRODUCTION.unpack(introduction)
-        if not process:
-            return None
-        try:
-            memory = PeerMemory(process, descriptor)
-            first = memory.first(_TOKEN + _WORD * words)
-        except OSError:
-            return None
-        if first[:_TOKEN].tobytes() != token:
-            return None
-        peers.append((memory, _notes(first, words)))
-    return peers
-
-
-def _notes(first: Memory, words: int) -> Notes:
-    return first[_TOKEN : _TOKEN + _WORD * words].view(np.int64)
 
 
 def _tensor(data: bytes) -> torch.Tensor:

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from evenstep.comm.communicator import Abandoned, Launcher, launch_here
-from evenstep.comm.shared_memory import SharedMemory, share_memory
+from evenstep.comm.introduction import share_memory
+from evenstep.comm.shared_memory import SharedMemory
 from evenstep.errors import RemoteRankError
 
 __all__ = ["SimulatedCommunicator", "SimulatedGroup"]
