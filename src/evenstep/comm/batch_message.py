@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from evenstep.comm.buffers import Pool
 from evenstep.comm.communicator import Communicator
-from evenstep.comm.exchange import Pool
 from evenstep.errors import RemoteRankError, WireFormatError
 
 __all__ = ["BATCH", "CONSTRUCTOR", "END", "ERROR", "Heard", "MessageChannel"]

@@ -9,8 +9,8 @@ import torch
 from evenstep.comm.batch_form import Form
 from evenstep.comm.batch_layout import Group, Pack, bytes_of
 from evenstep.comm.batch_message import CONSTRUCTOR
+from evenstep.comm.buffers import Pool
 from evenstep.comm.communicator import Communicator
-from evenstep.comm.exchange import Pool
 
 __all__ = ["TensorBroadcast"]
 

@@ -23,10 +23,9 @@ from evenstep.comm.batch_message import BATCH, CONSTRUCTOR, END, ERROR, Heard, M
 from evenstep.comm.batch_spec import BatchSpec
 from evenstep.comm.batch_structure import SCALAR_TYPES, Leaves, rebuild
 from evenstep.comm.batch_tensors import TensorBroadcast
-from evenstep.comm.buffers import BufferPool
+from evenstep.comm.buffers import BufferPool, Pool
 from evenstep.comm.codec import PayloadCodec
 from evenstep.comm.communicator import Communicator
-from evenstep.comm.exchange import Pool
 from evenstep.comm.remote_errors import describe_error, remote_error
 from evenstep.errors import ConfigMismatch, RemoteRankError, SampleError, WireFormatError
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["BufferPool", "PoolStatistics"]
+__all__ = ["BufferPool", "MemorySource", "Pool", "PoolStatistics"]
 
 ALIGNMENT = 64
 Memory: TypeAlias = npt.NDArray[np.uint8]
@@ -41,6 +41,13 @@ class PoolStatistics:
     idle_bytes: int
     used_bytes: int
     peak_bytes: int
+
+
+class Pool(Protocol):
+    """Where buffers come from."""
+
+    def take(self, nbytes: int) -> Tensor:
+        """A uint8 buffer that nobody else can see."""
 
 
 class MemorySource(Protocol):

@@ -6,18 +6,19 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from evenstep.comm.buffers import Pool
 from evenstep.comm.codec import Codec
 from evenstep.comm.communicator import Communicator
 from evenstep.comm.remote_errors import describe_error, remote_error
 from evenstep.errors import WireFormatError
 
-__all__ = ["CHUNK_BYTES", "Exchange", "Moves", "Pool", "Stamp"]
+__all__ = ["CHUNK_BYTES", "Exchange", "Moves", "Stamp"]
 
 CHUNK_BYTES = 1 << 30  # gloo and NCCL count in 32 bits somewhere below; stay clear of 2 GiB
 _MAGIC = 0x7365_676D_656E_7431  # "segment1"
@@ -25,13 +26,6 @@ _MAGIC = 0x7365_676D_656E_7431  # "segment1"
 _PREAMBLE = struct.Struct("<8q")
 _HEAD = _PREAMBLE.size
 _FINE, _FAILED = 0, 1
-
-
-class Pool(Protocol):
-    """Where buffers come from; see `evenstep.comm.buffers`."""
-
-    def take(self, nbytes: int) -> torch.Tensor:
-        """A uint8 buffer that nobody else can see."""
 
 
 @dataclass(frozen=True, slots=True)
